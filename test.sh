@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Passes the tests: sets up what it needs in .venv-test*, then lint, types, sanitizers, and every test against the built wheel.
+# Passes the tests: sets up what it needs in .venv-test*, then lint, types, sanitizers, and the tests against the built wheel.
 #
-#   ./test.sh                 everything
+#   ./test.sh                 everything but the long cases
 #   ./test.sh ring training   these folders of tests/ only, no lint
-#   ./test.sh --long          the cases that it leaves out for their time (BUILD.md)
+#   ./test.sh --long          what it leaves out for its time: long cases, and the oldest TensorFlow (BUILD.md)
 #   ./test.sh --newest        everything on the newest TensorFlow and Keras there are, tested or not; what it replaces of Keras first
 #   PYTHON=python3.12 ./test.sh    another Python (3.11 to 3.13; default python3.11, else python3)
 set -euo pipefail
@@ -36,7 +36,7 @@ environment() {
 tests() {
   local folder=$1
   shift
-  (cd tests && "../$folder/bin/pytest" -p no:cacheprovider --durations=12 "$@")
+  (cd tests && "../$folder/bin/pytest" -p no:cacheprovider --durations=12 --session-timeout=4800 "$@")
 }
 
 if [ "${1:-}" = --newest ]; then
@@ -53,6 +53,9 @@ environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.14"
 if [ "${1:-}" = --long ]; then
   shift
   tests .venv-test -m long "$@"
+  echo "== oldest TensorFlow"
+  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.14.0"
+  tests .venv-test-oldest -m 'oldest and not long' "$@"
   exit
 fi
 
@@ -74,20 +77,16 @@ waiting() {
   echo "== the ring's core under sanitizers"
   .venv-test/bin/python tests/ring/sanitize.py || return
   echo "== newest TensorFlow, tests that wait"
-  tests .venv-test "${computing[@]/#/--ignore=}" || return
-  echo "== oldest TensorFlow"
-  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.14.0" && tests .venv-test-oldest -m 'oldest and not long'
+  tests .venv-test "${computing[@]/#/--ignore=}"
 }
 
-log=$(mktemp)
 set -m  # a group of its own, in which Ctrl-C is not ignored: tests send it
-waiting >"$log" 2>&1 &
+waiting > >(sed -u 's/^/beside | /') 2>&1 &
 beside=$!
 set +m
-trap 'kill -- -$beside 2>/dev/null || true; rm -f "$log"' EXIT
+trap 'kill -- -$beside 2>/dev/null || true' EXIT
 echo "== newest TensorFlow, tests that compute"
 passed=true
 tests .venv-test "${computing[@]}" || passed=false
 wait "$beside" || passed=false
-cat "$log"
 $passed

@@ -9,6 +9,7 @@ nothing, or to a heading that is not there, fails the build.
 
 from __future__ import annotations
 
+import argparse
 import html.parser
 import json
 import os
@@ -66,6 +67,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Clusters": [
             {"Start on a cluster": "docs/clusters.md"},
+            {"The launcher": "docs/launcher.md"},
             "docs/gpus.md",
             {"Who waits for whom": "docs/report.md"},
             "docs/security.md",
@@ -201,7 +203,10 @@ FEATURES = [
 
 
 def main() -> int:
-    folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "site").resolve()
+    parser = argparse.ArgumentParser(description="Builds the documentation as a site.")
+    default = ROOT / "build" / "site"
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=default, help="default: build/site")
+    folder = parser.parse_args().folder.resolve()
     with tempfile.TemporaryDirectory() as name:
         sources = pathlib.Path(name, "pages")
         for page in pages():

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import tomllib
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tfring import imports
 
 imports.quicken()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job beside others ignores; tests send it
 
 _PATH = os.environ.get("PYTHONPATH")
 _DURATIONS = pathlib.Path(__file__).with_name(".durations.json")

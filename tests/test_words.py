@@ -1,4 +1,4 @@
-"""Docstrings open with what a function does, names that ask only read, and docs/glossary.md's banned words are gone.
+"""Docstrings open with what a function does, names that ask only read, and CONTRIBUTING.md's banned words are gone.
 
 They are gone from names, too: of modules, classes, functions, arguments, attributes and variables.
 """
@@ -53,15 +53,15 @@ ALLOWED: dict[tuple[str, str], str] = {
 }
 
 
-def rows_of_table(heading: str) -> list[list[str]]:
-    """Returns the cells of the rows of the first table under a heading of the glossary."""
-    text = (ROOT / "docs" / "glossary.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+def rows_of_table(page: str, heading: str) -> list[list[str]]:
+    """Returns the cells of the rows of the first table under a heading of a page."""
+    text = (ROOT / page).read_text().split(f"# {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def banned_words() -> list[str]:
-    table = rows_of_table("Words that do not appear")
+    table = rows_of_table("CONTRIBUTING.md", "Words that do not appear")
     return [word for banned, _ in table for word in re.findall(r"`([^`]+)`", banned)]
 
 
@@ -172,13 +172,13 @@ def test_docstrings_open_with_what_is_done(room):
 @pytest.mark.parametrize("room", ROOMS)
 def test_banned_words_are_gone(room):
     found = [place for file in files(room, ".py", ".cc", ".h") for place in banned(file)]
-    assert not found, f"{len(found)} words that docs/glossary.md replaces:\n" + "\n".join(found)
+    assert not found, f"{len(found)} words that CONTRIBUTING.md replaces:\n" + "\n".join(found)
 
 
 def test_banned_words_are_gone_from_pages():
-    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "glossary.md"]
+    pages = sorted((ROOT / "docs").rglob("*.md"))
     found = [place for page in pages for place in banned(page, ROOT)]
-    assert len(pages) > 15 and not found, f"{len(found)} words that docs/glossary.md replaces:\n" + "\n".join(found)
+    assert len(pages) > 15 and not found, f"{len(found)} words that CONTRIBUTING.md replaces:\n" + "\n".join(found)
 
 
 def test_members_of_native_code_that_ask_are_const():
@@ -203,7 +203,7 @@ def test_each_term_is_defined_once():
     terms = [
         term
         for heading in ("Processes", "Connections", "Collectives", "Values")
-        for cell, meaning in rows_of_table(heading)
+        for cell, meaning in rows_of_table("docs/glossary.md", heading)
         for term in re.findall(r"\*\*([^*]+)\*\*", cell)
         if meaning
     ]

@@ -94,12 +94,18 @@ devices_of = _cross_device_ops.get_devices_from
 aggregate_slices = _cross_device_utils.aggregate_tensors_or_indexed_slices
 # Types of operations that hand on their input, in another shape or dtype at most.
 PASSES_ON = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
+# Types of operations that leave a variable, or a table, as it is.
+READS = (
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp", "Identity"),
+    *("LookupTableFindV2", "LookupTableSizeV2"),
+)
 _MAX_GRAPH_BYTES = 64 << 20  # of arrays, which the graph of a dataset is several times as large as
 
 
 class DatasetStep(NamedTuple):
     """The last step of a `tf.data` pipeline: what it is, its arguments, and the dataset before it."""
 
+    dataset: Any
     kind: str
     before: Any
     arguments: dict
@@ -126,7 +132,7 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
             kind = "batch"
             arguments = {"batch_size": scalar("_batch_size"), "drop_remainder": scalar("_drop_remainder")}
         case shuffle_op._ShuffleDataset:
-            kind, arguments = "shuffle", {"like": dataset}
+            kind, arguments = "shuffle", {}
         case prefetch_op._PrefetchDataset:
             kind, arguments = "prefetch", {"buffer_size": scalar("_buffer_size")}
         case repeat_op._RepeatDataset | take_op._TakeDataset | skip_op._SkipDataset:
@@ -140,27 +146,27 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
             spec, arrays = dataset.element_spec, None
             if all(isinstance(component, tf.TensorSpec) for component in tf.nest.flatten(spec)):
                 arrays = tf.nest.pack_sequence_as(spec, dataset._tensors)
-            return DatasetStep("slices", None, {"arrays": arrays})
+            return DatasetStep(dataset, "slices", None, {"arrays": arrays})
         case zip_op._ZipDataset:
-            return DatasetStep("zip", None, {"datasets": dataset._datasets})
+            return DatasetStep(dataset, "zip", None, {"datasets": dataset._datasets})
         case readers.TFRecordDatasetV2 if dataset._compression_type in (None, ""):
-            return DatasetStep("records", None, {"files": dataset._filenames, "reads": dataset._impl})
+            return DatasetStep(dataset, "records", None, {"files": dataset._filenames, "reads": dataset._impl})
         case flat_map_op._FlatMapDataset | interleave_op._InterleaveDataset | interleave_op._ParallelInterleaveDataset:
             if not _reads_records(dataset._map_func.function.graph):
-                return DatasetStep("other", None, {})
-            return DatasetStep("records", None, {"files": dataset._input_dataset, "reads": dataset})
+                return DatasetStep(dataset, "other", None, {})
+            return DatasetStep(dataset, "records", None, {"files": dataset._input_dataset, "reads": dataset})
         case _:
-            return DatasetStep("other", None, {})
-    return DatasetStep(kind, dataset._input_dataset, arguments)
+            return DatasetStep(dataset, "other", None, {})
+    return DatasetStep(dataset, kind, dataset._input_dataset, arguments)
 
 
-def last_steps(dataset: tf.data.Dataset, belongs: Callable[[DatasetStep], bool]) -> tuple[list, Any]:
-    """Returns the datasets of the last steps of a pipeline, as far as these belong, in order, and the one before."""
-    datasets: list = []
+def last_steps(dataset: tf.data.Dataset, belongs: Callable[[DatasetStep], bool]) -> tuple[list[DatasetStep], Any]:
+    """Returns the last steps of a pipeline, as far as these belong, in order, and the dataset before them."""
+    steps: list[DatasetStep] = []
     while belongs(step := dataset_step(dataset)):
-        datasets.insert(0, dataset)
+        steps.insert(0, step)
         dataset = step.before
-    return datasets, dataset
+    return steps, dataset
 
 
 def _reads_records(graph: Any) -> bool:
@@ -252,6 +258,11 @@ def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
 def graph_of_function(graph: Any, name: str) -> Any:
     """Returns the graph of a function that an operation names: a loop's body, a branch; None of one of TensorFlow 1."""
     return getattr(graph._get_function(name), "graph", None)
+
+
+def is_of_backward_pass(op: Any) -> bool:
+    """Returns True if an operation was made while TensorFlow differentiated."""
+    return any(frame.filename.endswith(("/imperative_grad.py", "/gradients_util.py")) for frame in op.traceback or ())
 
 
 def scratch_graph() -> contextlib.AbstractContextManager:
@@ -411,7 +422,7 @@ def distributed_dataset(
       then: Computes what the iterators yield, `then(element, is_drawn)`, in the graph that draws it, so that the
         pipeline has no function for it; hashable. None if they yield the elements.
       then_spec: `(of the elements, of what then returns)`.
-      next_pass: Returns the dataset of each iterator behind the first, as `dataset`; None where that serves all.
+      next_pass: Returns the dataset of each iterator after the first, as `dataset`; None where that serves all.
     """
     kind = input_lib.DistributedDataset if then is None else _DatasetAndThen
     result = kind(
@@ -857,7 +868,7 @@ def is_watched(tensors: Sequence[Any]) -> bool:
 def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
     """Returns a tensor that a tape takes for a function of `others`, too; no gradient flows back to those.
 
-    So it asks for the gradient of what made `others` behind that of what uses the result.
+    So it asks for the gradient of what made `others` after that of what uses the result.
     """
     with _record.stop_recording():
         result = tf.identity(tensor)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tfring.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
+_OF_KUBERNETES = ("_SERVICE_", "_TCP", "_UDP")  # in names that it sets for a service "tfring"
 
 
 class Setting(NamedTuple):
@@ -84,13 +89,13 @@ SETTINGS: dict[str, Setting] = {
         "auto",
         _one_of("auto", "flat", "bruck", "halving", "ring", "two_level"),
         "auto, flat, bruck, halving, ring or two_level",
-        "how an all_reduce goes about it, the same on all ranks (tfring/ring/schedule.py)",
+        "the algorithm of all_reduce, the same on all ranks (tfring/ring/schedule.py)",
     ),
     "TFRING_BIND": Setting(
         "none",
         _one_of("none", "cores"),
         "none or cores",
-        "whether `tfring launch` binds each worker of a host to its share of the cores (docs/clusters.md)",
+        "whether `tfring launch` binds each worker of a host to its share of the cores (docs/launcher.md)",
     ),
     "TFRING_BUILD_NATIVE": Setting(
         True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
@@ -233,3 +238,13 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     except (ValueError, KeyError):
         received = f"{name}, which has {len(text)} characters," if setting.private else f"{name}={text!r}"
         raise ConfigurationError(f"{received} is not {setting.legal} ({setting.meaning}).") from None
+
+
+def warn_of_unknown() -> None:
+    """Warns of each variable of the environment whose name is almost that of a setting."""
+    for name in sorted(os.environ):
+        if not name.startswith("TFRING_") or name in SETTINGS or any(part in name for part in _OF_KUBERNETES):
+            continue
+        meant = difflib.get_close_matches(name, SETTINGS, 1, 0.75)
+        if meant:
+            _log.warning("tfring reads no environment variable %s: did you mean %s?", name, meant[0])

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.errors import ConfigurationError
 from tfring.reduction.dense import BucketSizes, all_gather_dense, reduce_dense, reduce_scatter_dense
 from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
 from tfring.ring.collectives import Collectives, zeros_unless
@@ -227,7 +228,11 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
                 "Look strings up in a vocabulary (keras.layers.StringLookup), or gather their ids."
             )
         rank = tensor.shape.rank
-        assert rank is not None, "gather needs a static number of dimensions"
+        if rank is None:
+            raise ConfigurationError(
+                f"{name} has a tensor of unknown rank, and workers concatenate tensors along their first dimension. "
+                "Set its shape, such as `x.set_shape([None, 3])`: `tf.numpy_function` returns tensors without one."
+            )
         front = [axis, *range(axis), *range(axis + 1, rank)]
         back = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
         if axis == 0:

@@ -15,6 +15,7 @@ import numpy as np
 from tfring.cluster import Cluster, detection
 from tfring.cluster.roles import Roles
 from tfring.cluster.unresolved import UnresolvedCluster
+from tfring.program import short_traceback
 from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
 
@@ -27,12 +28,12 @@ _own: Communicator | None = None  # made when a program without a strategy first
 def rank() -> int:
     """Returns the number of this process, from 0 to `world_size() - 1`; 0 where it is alone. Talks to no process.
 
-    In a parameter server, before its strategy is made, it is a number behind those of all workers.
+    In a parameter server, before its strategy is made, it is a number after those of all workers.
 
     >>> rank()
     0
     """
-    return _place().rank
+    return _identity().rank
 
 
 def world_size() -> int:
@@ -44,7 +45,7 @@ def world_size() -> int:
     1
     """
     roles = _server()
-    return _place().world_size if roles is None else len(roles.workers)
+    return _identity().world_size if roles is None else len(roles.workers)
 
 
 def local_rank() -> int:
@@ -81,6 +82,7 @@ def print_once(*values: Any, **options: Any) -> None:
         print(*values, **options)
 
 
+@short_traceback
 def barrier() -> None:
     """Returns when all ranks have called it.
 
@@ -95,6 +97,7 @@ def barrier() -> None:
         peers.barrier(name="tfring.barrier")
 
 
+@short_traceback
 def all_reduce(value: Any, op: str = "sum") -> Any:
     """Reduces a value over all ranks, which all call it; the result is the same on every rank.
 
@@ -129,6 +132,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     return [each / size for each in result] if isinstance(result, list) else result / size
 
 
+@short_traceback
 def all_gather(value: Any) -> Any:
     """Gathers the values of all ranks, which all call it.
 
@@ -168,6 +172,7 @@ def all_gather(value: Any) -> Any:
     return [json.loads(texts[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
+@short_traceback
 def broadcast(value: Any, root: int = 0) -> Any:
     """Returns the value of rank `root` on every rank; all ranks call it.
 
@@ -226,7 +231,7 @@ def _ring() -> Any:
     return None if runtime is None else runtime.ring_of_process()
 
 
-def _place() -> Cluster | UnresolvedCluster:
+def _identity() -> Cluster | UnresolvedCluster:
     ring, roles = _ring(), _server()
     if ring is not None:
         return ring.cluster

@@ -67,8 +67,11 @@ class _Finder:
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage; what is made meanwhile counts as old.
+def without_collections(as_old: bool = True) -> Iterator[None]:
+    """Keeps Python from looking for garbage.
+
+    Args:
+      as_old: whether what is made meanwhile counts as old, as what is never garbage does; else as new.
 
     >>> import gc
     >>> with without_collections():
@@ -76,6 +79,13 @@ def without_collections() -> Iterator[None]:
     False
     >>> gc.isenabled()
     True
+    >>> for as_old in (True, False):
+    ...     _ = gc.collect()
+    ...     with without_collections(as_old):
+    ...         made = []
+    ...     any(each is made for each in gc.get_objects(generation=2))
+    True
+    False
     """
     if not gc.isenabled():
         yield
@@ -84,7 +94,7 @@ def without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # or what the program has frozen would be no longer
+        if as_old and not gc.get_freeze_count():  # or what the program has frozen would be no longer
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()

@@ -164,7 +164,7 @@ def shard_tables(
 ) -> Sharding:
     """Returns the sharding of tables that lie one after another, each interleaved or in full at one rank.
 
-    A rank has those that it holds in full behind its other rows:
+    A rank has those that it holds in full after its other rows:
 
     ```
     a, in full at rank 2; b, interleaved; c, in full at rank 0

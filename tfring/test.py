@@ -105,7 +105,7 @@ def _text(document: dict[str, Any], difference: float) -> str:
         f"tfring test: {workers} on {hosts}, from {cluster['source']}; {document['steps']} steps of "
         f"{document['rows_per_step']} rows\n\n"
         f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
-        "(the model is too small to gain)\n"
+        "(a model too small to say how much larger ones gain)\n"
         f"Weights        differ from those of one process by {difference:.1e} of a variable's largest; "
         f"{document['tolerance']:g} is allowed\n\n{document['verdict']}"
     )

@@ -271,7 +271,7 @@ def test_an_inferred_host_that_is_not_rank_0s_is_an_error_at_once(job):
 def test_no_port_is_free(job, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (unresolved, _) = unresolved_clusters(2, job, port=taken.getsockname()[1])
-        with pytest.raises(ConfigurationError, match=r"(?s)No port is free.*export TFRING_PORT_RANGE="):
+        with pytest.raises(ConfigurationError, match=r"(?s)No port is free.*on all ranks:\n  export TFRING_PORT=\d+$"):
             meet(unresolved)
 
 

@@ -160,6 +160,11 @@ def test_alone(environ):
     assert detect(environ=environ) == Cluster.alone()
 
 
+def test_a_batch_script_of_several_tasks_is_alone_and_says_so():
+    with pytest.warns(UserWarning, match=r"trains alone.*job 17.*2 tasks.*srun python train.py"):
+        assert detect(environ={"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2"}) == Cluster.alone()
+
+
 def test_kubernetes_host_names(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "my-train-2.train.default.svc.cluster.local")
     unresolved = find(KUBERNETES)

@@ -55,7 +55,7 @@ def test_tuner(tmp_path):
     assert len(alone) == 3 and max(score for _, score in alone) > 0.8
 
 
-@pytest.mark.parametrize("package", ["keras_rs", "keras_tuner"])
+@pytest.mark.parametrize("package", ["keras_rs", pytest.param("keras_tuner", marks=pytest.mark.long)])
 def test_programs_of_the_benchmark(package, tmp_path, all_packages):
     plain, ring = tmp_path / "plain", tmp_path / "ring"
     program = [FAMILY / "worker.py", f"with_{package}"]

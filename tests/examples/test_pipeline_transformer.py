@@ -37,6 +37,7 @@ def test_as_one_process():
     assert alone["loss"][1] < alone["loss"][0]
 
 
+@pytest.mark.long
 def test_the_program():
     sizes = {"epochs": 1, "examples": 200, "batch-size": 60, "blocks": 1, "width": 8, "microbatches": 2}
     small = ["--recompute", *(f"--{name}={size}" for name, size in sizes.items())]

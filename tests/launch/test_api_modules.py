@@ -18,6 +18,11 @@ def imported():
     return compute_average_loss
 
 before = imported() if "before" in sys.argv else None
+if "tensorboard" in sys.argv:  # which imports TensorFlow's API of version 1
+    recording = keras.callbacks.TensorBoard(sys.argv[2])
+    recording.set_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+    recording.on_train_begin()
+    recording.on_train_end()
 strategy = tfring.RingStrategy()
 average = imported()
 with strategy.scope():
@@ -39,10 +44,10 @@ print(json.dumps([history.history["loss"], tf.nn.compute_average_loss is average
 """
 
 
-@pytest.mark.parametrize("imports", ["before", "after"])
+@pytest.mark.parametrize("imports", ["before", "after", "tensorboard"])
 def test_api_modules_that_are_executed_again(imports, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [*LAUNCH, "-n", "2", str(tmp_path / "program.py"), imports]
+    command = [*LAUNCH, "-n", "2", str(tmp_path / "program.py"), imports, str(tmp_path / "logs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     ((loss,), is_same), *_ = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]

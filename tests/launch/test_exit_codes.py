@@ -1,4 +1,4 @@
-"""The exit codes of docs/clusters.md are those of the code."""
+"""The exit codes of docs/launcher.md are those of the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS_A_PROCESS = {"exit", "_exit", "SystemExit"}
 
 def of_the_table():
     """Returns the codes in the first column of the table; of a range its words."""
-    section = (ROOT / "docs" / "clusters.md").read_text().split("## Exit codes\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "launcher.md").read_text().split("## Exit codes\n")[1].split("\n## ")[0]
     return re.findall(r"^\| ([^|]+) \| [^|]", section, re.MULTILINE)
 
 

@@ -186,6 +186,58 @@ def test_a_rank_that_has_ended_is_not_waited_for(launch):
     assert 'RendezvousError: Rank 1 has ended, and ring "functions" cannot form without it' in done.stderr, done.stderr
 
 
+def test_a_rank_that_ends_later_is_not_waited_for(launch):
+    script = """
+        import tfring
+        if rank == 0:
+            began = time.monotonic()
+            try:
+                tfring.barrier()
+            finally:
+                print("waited", time.monotonic() - began, flush=True)
+        time.sleep(5)
+    """
+    done = launch(2, script, code=1)
+    assert 'RendezvousError: Rank 1 has ended, and ring "functions" cannot form without it' in done.stderr, done.stderr
+    [seconds] = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("waited")]
+    assert seconds < 20
+
+
+def test_errors_of_a_strategy_and_of_saving_have_the_frames_of_the_program(launch):
+    script = """
+        import traceback
+        import keras
+        import tfring
+        try:
+            tfring.RingStrategy(compression="float8")
+        except tfring.errors.ConfigurationError:
+            traceback.print_exc()
+        with tfring.RingStrategy().scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if rank == 0:
+            tfring.save(model, pathlib.Path(__file__).with_name("model.keras"))
+        model.evaluate([[0.0, 0.0]], [[0.0]], verbose=0)
+    """
+    done = launch(2, script, code=1)
+    assert "`compression` is 'float8'" in done.stderr and "Rank 0 was in `tfring.save` at " in done.stderr, done.stderr
+    assert os.path.dirname(tfring.__file__) not in done.stderr, done.stderr
+
+
+def test_a_misspelt_environment_variable_is_named_once(launch):
+    """A variable of Kubernetes for a service of the name is not."""
+    environ = {**os.environ, "TFRING_TIMEOUT_SECOND": "5", "TFRING_SERVICE_HOST": "10.0.0.1"}
+    done = launch(2, "import tfring; tfring.RingStrategy()", env=environ)
+    [line] = [line for line in done.stderr.splitlines() if "TFRING_" in line]
+    assert line.endswith("no environment variable TFRING_TIMEOUT_SECOND: did you mean TFRING_TIMEOUT_SECONDS?"), line
+
+
+def test_servers_that_were_not_started_are_told(launch):
+    done = launch(2, "import tfring; tfring.ParameterServerStrategy()", code=1)
+    assert "The job has 2 workers and no parameter servers" in done.stderr, done.stderr
+    assert "tfring launch --servers 1" in done.stderr
+
+
 def test_a_rank_that_waits_says_for_whom(launch):
     """It is the lowest of those that wait."""
     script = """
@@ -208,7 +260,8 @@ def test_a_rank_that_waits_says_for_whom(launch):
     [line] = [line for line in done.stderr.splitlines() if "has waited" in line]
     waits = r'tfring: rank 0 has waited \d+ s for ring "functions" to form, and waits up to \d+ s; '
     assert re.search(waits, line), line
-    assert re.search(r"never answered: rank 2 at 127\.0\.0\.1:\d+ \(.+\)", line) and "rank 1" not in line, line
+    answered = r"never answered: rank 2 at 127\.0\.0\.1:\d+ \(no answer in time\)"
+    assert re.search(answered, line) and "rank 1" not in line, line
     assert sorted(re.findall(r"through \d", done.stdout)) == ["through 0", "through 1", "through 2"]
 
 
@@ -595,7 +648,7 @@ def test_a_rank_that_left_early_is_named_with_the_peer_it_cost(launch):
     script = """
         from tfring.cluster import launch_variables
         from tfring.errors import PeerLostError
-        launch_variables.say_taken()
+        launch_variables.notify_launcher()
         note(f"w{rank}")
         if rank == 1:
             sys.exit(0)
@@ -802,6 +855,7 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["-n", "two", "x.py"], "argument -n: 'two' is not a whole number from 1 up"),
         (["-n", "2"], "name a script or a module"),
         (["-n", "2", "nowhere.py"], "no such script: 'nowhere.py'"),
+        (["-n", "2", "/"], "a folder without __main__.py is no program: '/'"),
         (["-n", "2", "-"], "a program cannot come from standard input"),
         (["-n", "2", "-m"], "-m takes the name of a module"),
         (["-n", "2", "-m", "-x"], "-m takes the name of a module"),
@@ -867,8 +921,8 @@ def test_help_and_version():
         return subprocess.check_output([*tfring, *arguments], text=True, timeout=TIMEOUT)
 
     assert re.fullmatch(r"tfring \d+\.\d+\S*\n", output("--version"))
-    assert "launch" in output("--help")
-    for word in ("-n N", "--log-dir", "TFRING_RANK", "TF_NUM_INTRAOP_THREADS", "tfring launch -n 4 train.py"):
+    assert "launch" in output("--help") and output("help") == output("--help")
+    for word in ("-n N", "--log-dir", "tfring launch -n 4 train.py", "docs/launcher.md"):
         assert word in output("launch", "--help")
 
 
@@ -1050,6 +1104,12 @@ def test_an_error_that_all_ranks_raise_is_shown_once_and_no_rank_is_blamed(launc
     *_, one, two, last = done.stderr.splitlines()
     assert {one, two} == {f"[{rank}] Traceback (most recent call last): as of rank 0, above" for rank in (1, 2)}
     assert last == "tfring launch: ranks 0, 1 and 2 failed with the same error: ValueError: no 7."
+
+
+def test_an_error_that_all_ranks_raise_is_not_repeated_after_what_others_print(launch):
+    script = "time.sleep(0.3 * rank)\nprint('before', rank, file=sys.stderr)\nraise ValueError('no 7')"
+    done = launch(2, script, code=1)
+    assert "[1] before 1" in done.stderr and done.stderr.count("ValueError: no 7") == 2, done.stderr
 
 
 def test_an_error_of_several_paragraphs_is_told_by_the_first_two(launch):

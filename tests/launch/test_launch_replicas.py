@@ -168,7 +168,9 @@ def test_nothing_is_lost_though_servers_are_killed(launch, n, servers, options, 
 
 @pytest.mark.parametrize(("options", "case", "moments"), [
     ({}, "clipped", ["update before", "update after", "commit before"]),
-    ({"update": "async"}, "order", ["create after", "update after", "claim after"]),
+    pytest.param(
+        {"update": "async"}, "order", ["create after", "update after", "claim after"], marks=pytest.mark.long
+    ),
 ])
 def test_what_is_under_way_is_done_once(launch, tmp_path, options, case, moments):
     done = launch(2, 2, options, "/".join([case, *moments]))
@@ -233,6 +235,7 @@ for _before, _after in (("in (5, 12)", "in (118,)"), ("batches == 12", "batches 
     LATE = LATE.replace(_before, _after)
 
 
+@pytest.mark.long
 def test_a_server_that_is_back_when_the_others_have_ended_ends_too(launch, tmp_path):
     done = launch(2, 2, {}, "clipped", program=LATE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """`tfring launch --servers` with real processes: roles, ends, a killed worker, a killed server, one that comes back."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -134,13 +135,15 @@ print("TOLD", json.dumps({**told, **history}), flush=True)
 
 @pytest.fixture
 def launch(tmp_path):
-    def run(n, servers, options, dies="nobody", program=TRAIN, more=(), hosts=None):
+    def run(n, servers, options, dies="nobody", program=TRAIN, more=(), hosts=None, lost_seconds=15):
         script = tmp_path / "train.py"
         script.write_text(program)
         where = ["-n", str(n)] if hosts is None else ["--hosts", hosts]
         command = [sys.executable, "-m", "tfring.launch", *where, "--servers", str(servers), *more, str(script)]
         command += [options if isinstance(options, str) else repr(options), dies]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+        environ = {**os.environ, "TFRING_LOST_SECONDS": str(lost_seconds)}
+        kwargs = {"capture_output": True, "text": True, "timeout": 300, "stdin": subprocess.DEVNULL}
+        return subprocess.run(command, env=environ, **kwargs)
 
     return run
 
@@ -176,6 +179,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(launch, tmp_path):
     assert after - killed < 10, "a bound on staleness has them wait for it"
 
 
+@pytest.mark.long
 def test_the_others_go_on_without_a_worker_whose_program_raised(launch, tmp_path):
     program = BEGIN + """
 strategy = tfring.ParameterServerStrategy(update="async")
@@ -227,16 +231,50 @@ def test_a_killed_server_comes_back_with_weights_and_slots_of_its_snapshot(launc
     assert told["longest"] < max(20, told["started"]), told  # a busy machine starts no process sooner
 
 
-@pytest.mark.parametrize("when", ["at once", "meeting"])
+@pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.long), "meeting"])
 def test_every_row_is_trained_once_though_servers_are_killed(launch, tmp_path, when):
-    done = launch(2, 2, str(tmp_path / "snapshots"), when, COMES_BACK)
+    # A machine that stands still for 15 s has no lost worker here.
+    done = launch(2, 2, str(tmp_path / "snapshots"), when, COMES_BACK, lost_seconds=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("goes on from its snapshot") == 2, done.stderr
     told = [json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)]
     assert sum(one["batches"] for one in told) == 240
     for one in told:
-        assert one["label"] == pytest.approx([one["mean"]] * 2, abs=1e-5), told
+        assert one["label"] == pytest.approx([one["mean"]] * 2, abs=1e-5), (told, done.stderr)
         assert one["loss"][1] < one["loss"][0] and one["longest"] < max(20, one["started"]), told
+
+
+STANDS_STILL = BEGIN + """\
+here = pathlib.Path(__file__).parent
+strategy = tfring.ParameterServerStrategy(update="async", snapshot_dir=sys.argv[1])
+rank = strategy.cluster.rank
+(here / f"process-{rank}").write_text(str(os.getpid()))
+meet = strategy.ring.updater.meet
+
+
+def meet_alone(name, arrays):
+    other = int((here / "process-1").read_text())
+    if rank == 0 and name == "end":
+        os.kill(other, signal.SIGSTOP)
+        results = meet(name, arrays)
+        os.kill(other, signal.SIGCONT)
+        return results
+    time.sleep(1.0 if name == "end" else 0.0)
+    return meet(name, arrays)
+
+
+strategy.ring.updater.meet = meet_alone
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((40, 4)), np.ones((40, 1)), batch_size=10, verbose=0)
+"""
+
+
+def test_logs_that_lack_rows_of_a_worker_that_stood_still_are_named(launch, tmp_path):
+    done = launch(2, 1, str(tmp_path / "snapshots"), program=STANDS_STILL, lost_seconds=3)
+    assert "Worker 1 is lost: " in done.stderr, done.stderr
+    assert "Worker 1 is back. The others went on without it: the logs of the epoch lack its rows." in done.stderr
 
 
 def test_a_server_that_is_started_again_is_ended_where_no_worker_is_left(launch, tmp_path):
@@ -251,6 +289,7 @@ print("done", flush=True)
     assert "Its restart 1 of 3" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_a_server_that_has_no_memory_for_a_snapshot_goes_on(launch, tmp_path):
     program = BEGIN + """
 import resource
@@ -315,7 +354,9 @@ print("rank", strategy.cluster.rank, os.getppid(), os.environ["TFRING_LOCAL_WORL
     assert servers == {"0": first, "1": second, "2": first}, done.stdout
 
 
-@pytest.mark.parametrize(("options", "code"), [({"update": "async"}, 0), ({}, 137)])
+@pytest.mark.parametrize(("options", "code"), [
+    ({"update": "async"}, 0), pytest.param({}, 137, marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_worker_that_is_killed_on_another_host(launch, options, code):
     done = launch(3, 1, options, "worker", hosts=TWO_HOSTS)
     assert done.returncode == code, done.stdout + done.stderr
@@ -399,9 +440,9 @@ print("TOLD", json.dumps(told), flush=True)
 
 
 @pytest.mark.parametrize(("dies", "servers", "options"), [
-    (1, 2, {"update": "async"}),
+    pytest.param(1, 2, {"update": "async"}, marks=pytest.mark.long),
     (0, 1, {"update": "async", "snapshot_dir": ""}),
-    (1, 1, {"backup_workers": 1}),
+    pytest.param(1, 1, {"backup_workers": 1}, marks=pytest.mark.long),
 ])
 def test_a_killed_worker_comes_back_into_the_epoch_under_way(launch, tmp_path, dies, servers, options):
     more = ["--max-worker-restarts", "1"]
@@ -460,7 +501,10 @@ print("done", flush=True)
 
 
 @pytest.mark.parametrize(("dies", "says"), [
-    ("always", "Its restart 1 of 1.*rank 1 is lost: killed by SIGKILL[^.]*. The other workers go on"),
+    pytest.param(
+        "always", "Its restart 1 of 1.*rank 1 is lost: killed by SIGKILL[^.]*. The other workers go on",
+        marks=pytest.mark.long,
+    ),
     ("late", "Its restart 1 of 1.*rank 1 comes back too late: the servers have ended"),
 ])
 def test_a_worker_that_does_not_come_back_is_left_out(launch, tmp_path, dies, says):

@@ -136,6 +136,7 @@ def test_what_cannot_go_along(tmp_path):
     assert "`work` uses 'thing' of its notebook, a object," in done.stderr
 
 
+@pytest.mark.long
 def test_the_example_in_a_kernel(tmp_path):
     """Executes the cells of examples/notebook.ipynb; what workers print is the output of the cell that runs them."""
     import nbclient

@@ -129,6 +129,8 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, held=None):
         thread.join(_SECONDS)
     if errors:
         raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"A replica has not ended after {_SECONDS} s.")
     bad = {finding.name for finding in analysis.findings}
     for i, result in enumerate(everything):
         if sums[0] and sums[0][i].shape == result.shape and f"sum {i}" not in bad:  # else rows

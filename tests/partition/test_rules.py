@@ -152,7 +152,7 @@ def _made(make):
         return None
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", _UNARY)
 def test_of_one_input(name, sizes):
     def function(x, y, *_):

@@ -245,7 +245,7 @@ void frames_without_room_are_sent_later() {
   const tfring_link link{1, control.mine, -1, -1, -1, -1, -1, "here", nullptr};
   const tfring_options options = options_of(0, 2, &link);
   const tfring::Settings settings(options);
-  tfring::News news;
+  tfring::WakeEvent news;
   tfring::Liveness liveness(settings, &news);
   liveness.add(std::make_unique<tfring::Peer>(link, 60));
   for (int i = 0; i < kFrames; ++i) liveness.tell_raised("error " + std::to_string(i));

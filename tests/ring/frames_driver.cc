@@ -248,7 +248,7 @@ void live_through_one(uint64_t seed, int64_t* failed) {
     call.name = "mirrored";
     call.root = static_cast<int32_t>(below(&random, 2));
     const auto run = [&](Kind kind, const tfring_tensor* tensors, int num_tensors, const int64_t* counts,
-                         tfring_place place) {
+                         tfring_allocate place) {
       call.kind = static_cast<int32_t>(kind);
       return tfring_run(ring, &call, tensors, num_tensors, counts, place, &memory, &error);
     };

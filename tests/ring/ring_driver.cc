@@ -594,7 +594,7 @@ static void waiting_for_each_other() {
   pong.waiting[0] = {3, 1};
   CHECK(!tfring::wait_for_each_other(pong), "this process is not in that ring");
   tfring::Pong told{};
-  tfring::tell_waiting(&told);
+  tfring::notify_waiting(&told);
   CHECK(told.num_waiting == 1 && told.waiting[0].ring == mine && told.waiting[0].begun == 5, "what is told");
   tfring::moves_again(mine, true);
   tfring_set_pool_size(0);

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import concurrent.futures
 import ctypes.util
 import os
 import pathlib
@@ -21,15 +22,25 @@ from tfring import _build  # noqa: E402
 
 # A lie about sizes is memory that is not there, not one that this machine has to find.
 OPTIONS = {"ASAN_OPTIONS": "allocator_may_return_null=1:max_allocation_size_mb=256"}
-MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREADS = ("-fsanitize=thread",)
+FLAGS = {
+    "memory": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
 
 
-def build(driver: str, flags: tuple[str, ...], program: pathlib.Path) -> None:
-    sources = [str(_build.NATIVE / source) for source in _build.CORE_SOURCES]
-    command = [*_build.compiler(), "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-    command += ["-I", str(_build.NATIVE), "-o", str(program), str(HERE / driver), *sources, "-lpthread", "-ldl"]
-    subprocess.run(command, check=True, timeout=600)
+def compile_each(sources: list[pathlib.Path], flags: tuple[str, ...], directory: pathlib.Path) -> list[str]:
+    """Returns the object files of the sources, of which as many as there are CPUs are compiled at a time."""
+
+    def compile_one(source: pathlib.Path) -> str:
+        compiled = directory / f"{source.stem}.o"
+        command = [*_build.compiler(), "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", *flags]
+        command += ["-I", str(_build.NATIVE), "-c", "-o", str(compiled), str(source)]
+        subprocess.run(command, check=True, timeout=600)
+        return str(compiled)
+
+    directory.mkdir()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor:
+        return list(executor.map(compile_one, sources))
 
 
 def main() -> int:
@@ -43,16 +54,22 @@ def main() -> int:
     if not with_tls:
         sys.exit("no OpenSSL is found, over which the driver is to run, too (Debian: apt install libssl3)")
     runs = [
-        ("address and undefined", "ring_driver.cc", MEMORY, with_tls),
-        ("thread", "ring_driver.cc", THREADS, with_tls),
-        ("address and undefined", "border_driver.cc", MEMORY, ()),
-        ("address and undefined", "frames_driver.cc", MEMORY, (str(arguments.frames or 200_000), str(arguments.seed))),
+        ("thread", "ring_driver", with_tls),
+        ("memory", "ring_driver", with_tls),
+        ("memory", "border_driver", ()),
+        ("memory", "frames_driver", (str(arguments.frames or 200_000), str(arguments.seed))),
     ]
+    core = [_build.NATIVE / source for source in _build.CORE_SOURCES]
     with tempfile.TemporaryDirectory() as directory:
-        for name, driver, flags, words in runs[3:] if arguments.frames else runs:
-            program = pathlib.Path(directory) / "driver"
-            build(driver, flags, program)
-            print(f"sanitizer {name}: ", end="", flush=True)
+        folder, objects = pathlib.Path(directory), {}
+        for name, driver, words in runs[3:] if arguments.frames else runs:
+            if name not in objects:
+                objects[name] = compile_each(core, FLAGS[name], folder / name)
+            [own] = compile_each([HERE / f"{driver}.cc"], FLAGS[name], folder / f"{name}-{driver}")
+            program = folder / "driver"
+            command = [*_build.compiler(), *FLAGS[name], "-o", str(program), own, *objects[name], "-lpthread", "-ldl"]
+            subprocess.run(command, check=True, timeout=600)
+            print(f"{driver} under the sanitizers of {name}: ", end="", flush=True)
             began = time.monotonic()
             finished = subprocess.run(
                 [str(program), *words], timeout=None if arguments.frames else 300, env={**os.environ, **OPTIONS}

@@ -113,6 +113,22 @@ def tracebacks_of_a_rank_that_left(how):
     return ["".join(traceback.format_exception(error.value)) for error in (own, keras_own, within, lost)]
 
 
+def error_of_an_operation(_):
+    """Of a label that is no class, in both workers' rows and in a loss of the program."""
+    import keras
+    import tensorflow as tf
+
+    def crossentropy(labels, logits):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels[:, 0], "int32"), logits)
+
+    with harness.strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile("sgd", crossentropy)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.fit(np.ones((6, 4)), np.full((6, 1), 3), batch_size=6, verbose=0)
+    return "".join(traceback.format_exception(raised.value))
+
+
 def message_of_calls_at_two_places(_):
     """Rank 0 evaluates in a callback, where the others take a step."""
     import keras
@@ -261,6 +277,12 @@ def test_an_error_of_another_rank_has_the_frames_of_the_program_alone(how):
         assert {*files} - wrapper == {"test_calls.py"} and "Graph execution error" not in lost, lost
         assert lost.count("in on_train_begin") == (how == "callback")
     assert lost.splitlines()[-1].startswith("tfring.errors.PeerLostError: rank 1 ")
+
+
+def test_an_operation_that_fails_has_the_frames_of_the_program_and_where_it_was_traced():
+    for error in workers(2).run(error_of_an_operation, None):
+        assert re.findall(r"File .*, in (.*)", error) == ["error_of_an_operation", "crossentropy"], error
+        assert "Received a label value of 3" in error
 
 
 def test_calls_at_two_places():

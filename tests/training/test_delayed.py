@@ -240,10 +240,12 @@ def train_cases(cases):
 
 
 THREE = [({"every": 3, "outer": NESTEROV}, ["adam"]), ({"every": 2, "local_momentum": "average"}, ["momentum"])]
-THREE += [({"every": 4, "tables": "diversity"}, ["adam"]), ({"every": 2, "tables": "diversity"}, ["sgd"])]
+THREE += [({"every": 4, "tables": "diversity"}, ["adam"]), ({"every": 2, "local_momentum": "reset"}, ["clipped"])]
+THREE += [({"every": 3, "outer": {"learning_rate": 1.0, "global_clipnorm": 0.05}}, ["sgd"])]
+THREE += [({"every": 2, "tables": "diversity"}, ["sgd"])]
 
 
-@pytest.mark.parametrize(("n", "cases"), [(2, CASES), (3, THREE)])
+@pytest.mark.parametrize(("n", "cases"), [(3, THREE), pytest.param(2, CASES, marks=pytest.mark.long)])
 def test_windows_equal_a_simulation(n, cases):
     everyone = workers(n).run(train_cases, cases, timeout=400)
     [simulated] = workers(1).run(simulate, n, cases, timeout=400)
@@ -635,7 +637,9 @@ def preempted(folder, at, saved_at, every_steps):
     return bits(model), history.history
 
 
-@pytest.mark.parametrize(("every_steps", "at", "saved_at"), [(None, 2, 4), (3, 2, 3), (6, 2, 4), (3, 5, 5)])
+@pytest.mark.parametrize(("every_steps", "at", "saved_at"), [
+    (None, 2, 4), (3, 5, 5), *(pytest.param(*case, marks=pytest.mark.long) for case in [(3, 2, 3), (6, 2, 4)]),
+])  # fmt: skip
 def test_sigterm_in_a_window_changes_nothing(every_steps, at, saved_at, tmp_path):
     """The window ends as it would have, and is counted in the logs of its epoch; so do those after the restart."""
     whole = workers(2).run(preempted, str(tmp_path / "whole"), None, None, every_steps)

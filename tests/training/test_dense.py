@@ -68,7 +68,7 @@ def float64():
 
 
 def test_training_options():
-    assert_equal(workers(2).run(training_options, IN_KERAS + OTHERWISE, timeout=400))
+    assert_equal(workers(2).run(training_options, IN_KERAS, timeout=400))
 
 
 IN_KERAS = ["plain", "sample_weight", "class_weight", "run_eagerly", "sum"]
@@ -79,6 +79,7 @@ OTHERWISE = ["steps_per_execution", "accumulation", "loss_scale", "a last batch 
 
 @pytest.mark.parametrize(("n", "options", "more"), [
     (3, {}, ["fewer rows than workers"]),
+    pytest.param(2, {}, [], marks=pytest.mark.long),
     pytest.param(4, {}, ["fewer rows than workers"], marks=pytest.mark.long),
     pytest.param(3, {"communication": "tensorflow"}, [], marks=pytest.mark.long),
     pytest.param(2, {"logical_cpus": 2}, ["run_eagerly", "clipnorm, weight_decay"], marks=pytest.mark.long),

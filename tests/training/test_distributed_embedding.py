@@ -179,7 +179,9 @@ def fitted(names):
 
 
 @pytest.mark.parametrize(("n", "names"), [
-    (3, ["Adagrad"]), (2, ["momentum"]), pytest.param(2, ["Adam", "dense Adam"], marks=pytest.mark.oldest),
+    (3, ["Adagrad"]),
+    pytest.param(2, ["momentum"], marks=pytest.mark.long),
+    pytest.param(2, ["Adam", "dense Adam"], marks=pytest.mark.oldest),
 ])  # fmt: skip
 def test_equals_one_layer_for_each_table(n, names):
     results = workers(n).run(fitted, names)

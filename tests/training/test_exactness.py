@@ -36,6 +36,22 @@ def _alone(task, *args):
     return _made[key]
 
 
+def _in_turn(*cases):
+    """Returns parameters of cases of which each runs every third program, and long ones that run all.
+
+    The first three run all programs between them, so these are steps that are edited.
+    """
+    return [
+        *[(*case, slice(i % 3, None, 3)) for i, case in enumerate(cases)],
+        *[pytest.param(*case, slice(None), marks=pytest.mark.long) for case in cases],
+    ]
+
+
+def _usual_and_long(*cases, usual=1):
+    """Returns parameters of cases, all but the first ones long."""
+    return [*cases[:usual], *(pytest.param(*case, marks=pytest.mark.long) for case in cases[usual:])]
+
+
 @contextlib.contextmanager
 def _logged():
     """Yields the messages that tfring logs of steps that each worker computes, in part, from the rows of all."""
@@ -92,6 +108,36 @@ class OneLayer(keras.Model):
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         of_metric = {"tracked": self.tracker.result(), "total": self.tracker.total}
         return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0]), **of_metric}
+
+
+class Part(keras.layers.Layer):
+    """What a step writes to, beside the layer of its model."""
+
+    def __init__(self, model, name):
+        super().__init__(name=name.replace(":", " of").replace(" ", "_"))
+        self.tracker = keras.metrics.Mean()
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False, name="state")
+        self.queue = tf.Variable(tf.zeros([16, 6]), trainable=False)
+        self.centers = self.add_weight(shape=(2, 6), initializer="zeros", trainable=False, name="centers")
+        self.dense = model.dense
+
+
+class Together(OneLayer):
+    """Writes to a part of its own for each of `STATES`."""
+
+    def __init__(self):
+        super().__init__(LOSSES["mean"], write=self.write_parts)
+        self.parts = {name: Part(self, name) for name in STATES}
+
+    def write_parts(self, _, x, y):
+        for name, part in self.parts.items():
+            STATES[name](part, x, y)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for part in self.parts.values():
+            logs |= {f"{part.name} tracked": part.tracker.result(), f"{part.name} total": part.tracker.total}
+        return logs
 
 
 def _error(model, x, y):
@@ -294,7 +340,11 @@ def _fit(name, check_equal=False, devices=1, run_eagerly=False):
     with _logged() as texts:
         with strategy.scope():
             loss = LOSSES.get(name, LOSSES["mean"])
-            model = OneLayer(OTHERS.get(name, loss), BETWEEN.get(name), STATES.get(name))
+            model = (
+                Together()
+                if name == "all states"
+                else OneLayer(OTHERS.get(name, loss), BETWEEN.get(name), STATES.get(name))
+            )
             model.dense.build((None, 6))  # before a step reads its kernel
             model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
         history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
@@ -308,12 +358,14 @@ def _all(names, devices=1, run_eagerly=False):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "devices", "run_eagerly"), [(2, 1, False), (3, 1, False), (2, 2, False), (2, 1, True), (2, 2, True)]
+    ("world_size", "devices", "run_eagerly", "part"),
+    _in_turn((2, 1, False), (3, 1, False), (2, 2, False), (2, 1, True), (2, 2, True)),
 )
-def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_eagerly):
+def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_eagerly, part):
     """Batches of 8, 8 and 3 rows; of four replicas one has no row of the last."""
-    names = [*LOSSES, *BETWEEN, *STATES]
-    one = _alone(_all, names)
+    states = STATES if part == slice(None) else ["all states"]
+    names = [*[*LOSSES, *BETWEEN][part], *states]
+    one = {name: _alone(_fit, name) for name in names}
     several = workers(world_size, logical_cpus=devices).run(_all, names, devices, run_eagerly)
     for name in names:
         weights, logs, said = several[0][name]
@@ -322,6 +374,221 @@ def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_ea
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
         for other in several[1:]:
             assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
+
+
+class FreeStep(OneLayer):
+    """A step that is a function of the model, inputs and targets, which returns the logs."""
+
+    def __init__(self, step):
+        super().__init__(None)
+        self.step = step
+        self.dense.build((None, 6))
+
+    def train_step(self, data):
+        return self.step(self, *data[:2])
+
+    def update(self, x, y, change=lambda gradients: gradients):
+        """Takes a step of the optimizer; returns the loss and the gradients."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.dense(x) - y) ** 2)
+        gradients = change(tape.gradient(loss, self.dense.trainable_weights))
+        self.optimizer.apply_gradients(zip(gradients, self.dense.trainable_weights, strict=True))
+        return loss, gradients
+
+
+def _logs(m, x, y, **others):
+    return {"loss": m.update(x, y)[0], **others}
+
+
+def _result_and_reset(m, x, y):
+    m.tracker.update_state(y)
+    result = m.tracker.result()
+    m.tracker.reset_state()
+    return _logs(m, x, y, result=result)
+
+
+def _result_and_update(m, x, y):
+    result = m.tracker.result()
+    m.tracker.update_state(y)
+    return _logs(m, x, y, result=result, later=m.tracker.result())
+
+
+def _weight_and_update(m, x, y):
+    m.state.assign(tf.reduce_mean(y))
+    before = tf.identity(m.state)
+    tf.cond(before > -99.0, lambda: m.state.assign(7.0), lambda: m.state.assign(8.0))
+    m.queue[0, 0].assign(tf.reduce_sum(y))
+    return _logs(m, x, y, before=before, kernel=tf.identity(m.dense.kernel[0, 0]), after=m.state)
+
+
+def _flag(m, x, y):
+    m.state.assign(7.0 + 0.0 * tf.reduce_mean(y))
+    return _logs(m, x, y, flag=tf.cast(tf.cast(m.state, tf.bool), tf.float32), whole=tf.cast(m.state / 2.0, tf.int32))
+
+
+def _zeros_and_update(m, x, y):
+    m.state.assign(0.0)
+    m.optimizer.apply([tf.reduce_mean(y) - 2.0], [m.state])
+    with tf.GradientTape() as tape:
+        loss = m.state * tf.reduce_sum((m.dense(x) - y) ** 2)
+    m.optimizer.apply(tape.gradient(loss, m.dense.trainable_weights), m.dense.trainable_weights)
+    return {"loss": loss, "state": m.state * 1.0}
+
+
+def _in_loop(m, x, y, part):
+    def body(i, _):
+        return i + 1, m.update(*part(i, x, y))[0]
+
+    return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, tf.zeros([])))[1]}
+
+
+def _in_branch(m, x, y):
+    chosen = tf.cond(
+        tf.reduce_mean(x) > -99.0, lambda: m.update(x[1:], y[1:])[0], lambda: m.update(tf.sort(x, 0), y)[0]
+    )
+    return {"loss": chosen}
+
+
+def _rate_in_branch(m, x, y):
+    rate = m.optimizer.learning_rate
+    tf.cond(tf.reduce_mean(x) > -99.0, lambda: rate.assign(0.9 * rate), lambda: rate.assign(rate))
+    return _logs(m, x, y, rate=rate)
+
+
+def _accumulated(m, x, y):
+    m.state.assign_add(tf.reduce_mean(y))
+    return _logs(m, x, y, square=tf.cond(tf.reduce_mean(x) > -99.0, lambda: m.state * m.state, lambda: m.state * 1.0))
+
+
+def _text_of_metric(m, x, y):
+    m.tracker.update_state(y)
+    return _logs(m, x, y, text=tf.strings.as_string(m.tracker.count))
+
+
+# Steps, each with whether it is divided between replicas.
+STEPS = {
+    "a metric's result, and then its reset": (_result_and_reset, True),
+    "a metric's result, and then its update": (_result_and_update, True),
+    "what variables held before a branch": (_weight_and_update, True),
+    "a variable cast to others": (_flag, True),
+    "zeros, and an update of them": (_zeros_and_update, True),
+    "minibatches in a loop": (lambda m, x, y: _in_loop(m, x, y, lambda i, x, y: (x[i : i + 2], y[i : i + 2])), True),
+    "sorted rows in a loop": (lambda m, x, y: _in_loop(m, x, y, lambda i, x, y: (tf.sort(x, 0), y)), True),
+    "an update in a branch": (_in_branch, True),
+    "a check of kept rows": (
+        lambda m, x, y: _logs(
+            m, x, y, kept=tf.debugging.check_numerics(tf.reduce_mean(tf.boolean_mask(y, y >= tf.reduce_max(y))), "kept")
+        ),
+        True,
+    ),
+    "a rate that a branch assigns": (_rate_in_branch, True),
+    "a part that a branch squares": (_accumulated, True),
+    "a metric's state as a string": (_text_of_metric, True),
+    "a string": (lambda m, x, y: _logs(m, x, y, text=tf.strings.as_string(tf.reduce_max(y))), True),
+    "strings of rows": (lambda m, x, y: _logs(m, x, y, text=tf.strings.as_string(y)), False),
+    "a complex number": (lambda m, x, y: _logs(m, x, y, z=tf.complex(tf.reduce_mean(y), 1.0)), True),
+    "an unknown rank": (
+        lambda m, x, y: _logs(m, x, y, largest=tf.compat.v1.placeholder_with_default(tf.reduce_max(y), None)),
+        True,
+    ),
+    "rows along the second axis": (lambda m, x, y: _logs(m, x, y, rows=tf.transpose(x)[:2]), True),
+    "ragged rows": (lambda m, x, y: _logs(m, x, y, rows=tf.ragged.boolean_mask(x, x > 0.0)), True),
+    "slices": (lambda m, x, y: _logs(m, x, y, part=tf.IndexedSlices(tf.reduce_mean(x, 0, True), [0], [2, 6])), True),
+}
+
+
+def _steps(names, devices=1, run_eagerly=False):
+    """Returns weights and the logs of each batch, and what was logged of whole batches, by name."""
+    x, y = _data()
+    found = {}
+    for name in names:
+        batches = []
+        with _logged() as texts:
+            with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+                model = FreeStep(STEPS[name][0])
+                model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
+                model.optimizer.build([*model.dense.trainable_weights, model.state])
+            noting = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda _, logs, to=batches: to.append(dict(logs))
+            )
+            model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[noting])
+        weights = [v.numpy() for v in model.weights]
+        logs = [_as_array(logs[key]) for logs in batches for key in sorted(logs)]
+        found[name] = weights, logs, _of_whole_batch(texts)
+    return found
+
+
+def _as_array(value):
+    value = value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
+    return np.asarray(tf.convert_to_tensor(value))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "devices", "run_eagerly", "part"),
+    _in_turn((2, 1, False), (3, 1, False), (2, 2, False), (3, 1, True)),
+)
+def test_what_a_step_returns_and_updates_at_any_moment(world_size, devices, run_eagerly, part):
+    of_one = ["minibatches in a loop", "sorted rows in a loop", "an update in a branch"]
+    names = [name for name in STEPS if name not in of_one][part]
+    if devices == 1:  # else TensorFlow cannot run replicas of a worker together, of which an error tells
+        names += of_one
+    if run_eagerly:
+        names = [name for name in names if name != "an unknown rank"]
+    one = _alone(_steps, names)
+    several = workers(world_size, logical_cpus=devices).run(_steps, names, devices, run_eagerly)
+    for name in names:
+        weights, logs, said = several[0][name]
+        assert bool(said) == (run_eagerly or not STEPS[name][1]), (name, said)
+        for got, wanted in zip([*weights, *logs], [*one[name][0], *one[name][1]], strict=True):
+            assert got.shape == wanted.shape, name
+            if got.dtype.kind in "OS":
+                assert got.tolist() == wanted.tolist(), name
+            else:
+                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        for other in several[1:]:
+            for got, wanted in zip([*other[name][0], *other[name][1]], [*weights, *logs], strict=True):
+                np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
+# What becomes of gradients of a layer on sparse rows, each with whether the step is divided.
+CHANGES = {
+    "nothing": (lambda gradients: gradients, True),
+    "halves": (lambda gradients: [0.5 * tf.convert_to_tensor(g) for g in gradients], True),
+    "signs": (lambda gradients: [tf.sign(tf.convert_to_tensor(g)) for g in gradients], False),
+    "whole numbers": (
+        lambda gradients: [tf.cast(tf.cast(8.0 * tf.convert_to_tensor(g), tf.int32), tf.float32) for g in gradients],
+        False,
+    ),
+    "clipped": (lambda gradients: [tf.clip_by_value(tf.convert_to_tensor(g), -0.3, 0.3) for g in gradients], False),
+    "normalized": (lambda gradients: [g / tf.norm(g) for g in map(tf.convert_to_tensor, gradients)], False),
+}
+
+
+def _changed(devices=1):
+    """Returns weights of a layer on sparse rows whose gradients a step changes, and what was logged."""
+    x, y = _data()
+    rows = tf.sparse.from_dense(np.where(np.abs(x) > 0.7, x, 0))
+    data = tf.data.Dataset.from_tensor_slices((rows, y)).batch(BATCH)
+    found = {}
+    for name, (change, _) in CHANGES.items():
+        with _logged() as texts:
+            with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+                model = FreeStep(lambda m, x, y, change=change: {"loss": m.update(x, y, change)[0]})
+                model.compile(keras.optimizers.SGD(0.05))
+            model.fit(data, epochs=2, verbose=0)
+        found[name] = [v.numpy() for v in model.weights], _of_whole_batch(texts)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((3, 1), (2, 1)))
+def test_gradients_of_sparse_rows_that_a_step_changes(world_size, devices):
+    one = _alone(_changed)
+    several = workers(world_size, logical_cpus=devices).run(_changed, devices)
+    for name, (_, is_divided) in CHANGES.items():
+        assert bool(several[0][name][1]) != is_divided, (name, several[0][name][1])
+        for found in several:
+            for got, wanted in zip(found[name][0], one[name][0], strict=True):
+                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def _of_batch(user, item, ids):
@@ -399,7 +666,7 @@ def _fit_towers(devices=1):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((3, 1), (2, 2), (2, 1)))
 def test_a_table_that_is_looked_up_for_rows_and_for_the_whole_batch(world_size, devices):
     """Gradients of a replica's own rows and parts of those of all rows go to one table."""
     one, several = _alone(_fit_towers), workers(world_size, logical_cpus=devices).run(_fit_towers, devices)[0]
@@ -450,7 +717,7 @@ def _fit_outside(devices=1):
     return [*logs["loss"], *logs["largest"], loss.moving.numpy(), loss.queue.numpy(), *model.get_weights()]
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1)])
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((3, 1), (2, 1)))
 def test_variables_that_are_made_outside_of_the_scope_are_those_of_one_process(world_size, devices):
     one = _alone(_fit_outside)
     for found in workers(world_size, logical_cpus=devices).run(_fit_outside, devices):
@@ -654,7 +921,7 @@ def _several_steps():
     return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((3, 1), (2, 2), (2, 1), usual=2))
 def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_size, devices):
     one = _alone(_of_whole_batches)
     several = workers(world_size, logical_cpus=devices).run(_of_whole_batches)
@@ -735,7 +1002,7 @@ def _begun(devices=1):
     return [float(value) for value in found]
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((2, 2), (3, 1), (2, 1)))
 def test_a_metrics_first_value_counts_once(world_size, devices):
     one, several = _alone(_begun), workers(world_size, logical_cpus=devices).run(_begun, devices)
     for found in several:
@@ -799,6 +1066,7 @@ PREDICTIONS = {
         _images(x), tf.concat([x, tf.zeros_like(x[:, :2])], 1)
     ),
     "a table": lambda x: tf.gather(tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0] > 0.0, tf.int32), 2), [1, 0, 1]),
+    "zeros of some rows": lambda x: (tf.zeros_like(tf.sort(x, 0)[: tf.shape(x)[0] // 2 + 1]), x),
     "two views": lambda x: tf.concat([x, -x], 0),
     "three views": lambda x: (tf.tile(x, [3, 1]), tf.concat([x[:, :2], x[:, 2:4], tf.reverse(x[:, :2], [0])], 0)),
 }
@@ -850,21 +1118,21 @@ def _predictions(names, options, devices=1):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "devices", "options"),
-    [
+    ("world_size", "devices", "options", "part"),
+    _in_turn(
         (2, 1, {}),
         (2, 1, {"compile": {"steps_per_execution": 2}}),
         (3, 1, {"callbacks": True}),
         (3, 1, {"compile": {"run_eagerly": True}}),
         (2, 2, {}),
         (2, 2, {"callbacks": True, "compile": {"run_eagerly": True}}),
-    ],
+    ),
     ids=str,
 )
-def test_predictions_that_combine_rows_equal_one_process(world_size, devices, options):
-    names = [*PREDICTIONS]
+def test_predictions_that_combine_rows_equal_one_process(world_size, devices, options, part):
+    names = [*PREDICTIONS][part]
     if "steps_per_execution" in options.get("compile", {}):
-        names.remove("a number of each batch")  # Keras does not concatenate these
+        names = [name for name in names if name != "a number of each batch"]  # Keras does not concatenate these
     one = _alone(_predictions, names, {})
     several = workers(world_size, logical_cpus=devices).run(_predictions, names, options, devices)
     for name in names:
@@ -875,6 +1143,20 @@ def test_predictions_that_combine_rows_equal_one_process(world_size, devices, op
         for other in several[1:]:
             for got, wanted in zip(other[name][0], outputs, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
+def _of_unknown_rank():
+    x, _ = _data()
+    with harness.strategy().scope():
+        model = Returns(lambda x: tf.numpy_function(lambda v: 2.0 * v, [x], tf.float32))
+        model.compile()
+    with pytest.raises(tfring.errors.ConfigurationError, match=r"tensor of unknown rank.*set_shape"):
+        model.predict(x, batch_size=BATCH, verbose=0)
+    return True
+
+
+def test_predictions_of_unknown_rank_are_refused():
+    assert workers(2).run(_of_unknown_rank) == [True, True]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -1304,7 +1586,7 @@ def _effects(folder, devices=1):
     return losses, rows, printed, [tf.make_ndarray(value.tensor) for value in written]
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "devices"), _usual_and_long((3, 1), (2, 2), (2, 1), usual=2))
 def test_what_a_step_does_besides_is_what_one_process_does(world_size, devices, tmp_path):
     """Each replica does it with the loss and the rows of all."""
     *effects, written = _alone(_effects, str(tmp_path / "one"))

@@ -173,6 +173,7 @@ def peaks_of_files(folder):
     return peaks
 
 
+@pytest.mark.long
 def test_files_take_some_blocks_beside_shards(tmp_path):
     own = {"TFRING_QUIET": "1"}  # processes of its own: what other tests have left to malloc is another each time
     for peaks in workers(2, env=own).run(peaks_of_files, str(tmp_path)):

@@ -24,9 +24,10 @@ def train(names, batch_size=20):
 ON_THREE = ["accumulated by hand", "tf.Variable", "metrics that assign", "means and counts"]
 
 
-def test_programs():
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+def test_programs(part):
     # Batches of 19: shares of 10 and 9 rows, and of 4 and 3 in the last.
-    assert_equal(workers(2).run(train, [name for name in programs() if name not in ON_THREE], 19, timeout=500))
+    assert_equal(workers(2).run(train, [name for name in programs() if name not in ON_THREE][part::3], 19, timeout=500))
 
 
 @pytest.mark.oldest

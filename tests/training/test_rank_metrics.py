@@ -1,13 +1,14 @@
 """Metrics of ranked lists, by keras-rs, with and without weights: two workers with unequal rows as one process."""
 
 import numpy as np
+import pytest
 from common import assert_equal, train_both
 from harness import strategy, workers
 
 WEIGHTS = {"unweighted": None, "of lists": (), "of items": (6,)}
 
 
-def train():
+def train(names):
     import keras
     import keras_rs
 
@@ -34,7 +35,8 @@ def train():
         return (np.where(generator.uniform(size=weights.shape) < 0.2, 0, weights),)
 
     ring, results = strategy(), {}
-    for name, shape in WEIGHTS.items():
+    for name in names:
+        shape = WEIGHTS[name]
         given = () if shape is None else weighted(shape)
         options = {"sample_weight": given[0] if given else None, "evaluate": (x, y), "predict": x}
         # Shares of 10 and 9 rows, and of 2 and 1 in the last batch.
@@ -42,5 +44,8 @@ def train():
     return results
 
 
-def test_rank_metrics():
-    assert_equal(workers(2).run(train, timeout=300))
+@pytest.mark.parametrize("names", [
+    ["of items"], pytest.param(["unweighted", "of lists"], marks=pytest.mark.long),
+])  # fmt: skip
+def test_rank_metrics(names):
+    assert_equal(workers(2).run(train, names, timeout=300))

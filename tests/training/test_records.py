@@ -11,7 +11,8 @@ from common import assert_equal, history_error, is_reference, relative_error, sk
 from harness import strategy, workers
 
 from tfring.data import pipeline
-from tfring.data.rows import Place
+from tfring.data.plan import plan_of
+from tfring.data.rows import ReplicaRange
 from tfring.errors import MismatchError
 from tfring.ring import ops
 
@@ -91,18 +92,18 @@ def others(paths):
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_all_ranks_rows_are_the_batches_in_order(world_size, tmp_path):
     for name, make in pipelines(write(tmp_path)).items():
-        parts = pipeline.take_apart(make(), by_number=True)
+        parts = plan_of(make()).batching(by_number=True)
         assert parts is not None and parts.arrays is not None, name
         want = make()
-        ranks = [pipeline.own_batches(parts, Place(rank, 1, world_size)) for rank in range(world_size)]
+        ranks = [pipeline.own_batches(parts, ReplicaRange(rank, 1, world_size)) for rank in range(world_size)]
         for epoch in range(EPOCHS):
             # A shuffle that was made once yields another order to each iterator.
             if epoch or any(word in name for word in ("shuffle", "list_files", "nothing", "interleave")):
                 ranks = [
-                    pipeline.own_batches(pipeline.take_apart(make(), by_number=True), Place(rank, 1, world_size))
+                    pipeline.own_batches(plan_of(make()).batching(by_number=True), ReplicaRange(rank, 1, world_size))
                     for rank in range(world_size)
                 ]
                 want = make()
@@ -130,7 +131,7 @@ def test_an_order_left_open_is_one_on_all_ranks(tmp_path):
         )
         return reads.map(parsed).batch(BATCH)
 
-    own = pipeline.own_batches(pipeline.take_apart(make(False), by_number=True), Place(0, 1, 2))
+    own = pipeline.own_batches(plan_of(make(False)).batching(by_number=True), ReplicaRange(0, 1, 2))
     for (_, (x, _)), (whole, _) in zip(own, make(True), strict=True):
         np.testing.assert_array_equal(x[: len(whole) // 2], whole[: len(whole) // 2])
 
@@ -141,14 +142,14 @@ def test_names_that_are_no_text(tmp_path):
     [path] = write(tmp_path, cuts=())
     os.rename(path, folder + b"/0.tfrecord")
     dataset = tf.data.TFRecordDataset(tf.constant(folder + b"/0.tfrecord")).batch(BATCH)
-    parts = pipeline.take_apart(dataset, by_number=True)
-    for (_, got), want in zip(pipeline.own_batches(parts, Place(0, 1, 1)), dataset, strict=True):
+    parts = plan_of(dataset).batching(by_number=True)
+    for (_, got), want in zip(pipeline.own_batches(parts, ReplicaRange(0, 1, 1)), dataset, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_what_has_no_index_is_read_in_full(tmp_path):
     for name, make in others(write(tmp_path)).items():
-        parts = pipeline.take_apart(make().map(lambda *row: row[0]).batch(BATCH), by_number=True)
+        parts = plan_of(make().map(lambda *row: row[0]).batch(BATCH)).batching(by_number=True)
         assert parts.arrays is None, name
 
 

@@ -37,7 +37,7 @@ def test_parameters_are_those_expected(key):
 
 
 def test_the_bases_override_methods_of_keras():
-    assert {base.__name__ for base in extended} == {"RingVariable", "RingLayer", "OptimizerOfScope", "RingTrainer"}
+    assert {base.__name__ for base in extended} == {"RingVariable", "RingLayer", "ScopedOptimizer", "RingTrainer"}
     for base, theirs in extended.items():
         methods = {name for name, value in vars(base).items() if inspect.isfunction(value) and name[:2] != "__"}
         assert set(overridden(base)) >= methods & set(vars(theirs))

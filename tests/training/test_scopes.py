@@ -180,7 +180,7 @@ def made_outside():
         base = functional()
     model = keras.Model(base.inputs, keras.layers.Dense(1, name="head")(base.layers[-1].output))
     model.compile("sgd", "mse")
-    with pytest.raises(ConfigurationError, match="made outside of its strategy's scope: Dense 'head'"):
+    with pytest.raises(ConfigurationError, match="were made outside of its strategy's scope: Dense 'head'"):
         model.fit(x, y, verbose=0)
     lstm = recurrent()
     lstm.build((None, 4))

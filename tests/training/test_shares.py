@@ -134,7 +134,8 @@ def made_of_rows():
 
 def cut(name, sizes, worlds):
     """Returns for each size and number of workers and replicas the batches, and what all shares of each hold."""
-    from tfring.data import pipeline, shares
+    from tfring.data import shares
+    from tfring.data.plan import plan_of
 
     make, results = made_of_rows()[name], []
     for n in sizes:
@@ -142,9 +143,10 @@ def cut(name, sizes, worlds):
             batches = [np.array(batch).tolist() for batch in make(n).as_numpy_iterator()]
             rows, prints = [[] for _ in batches], [set() for _ in batches]
             for rank in range(world_size):
-                drawn = shares.draw(make(n), rank, replicas, world_size, compare=True, by_number="slices" in name)
-                assert bool(pipeline.arrays_of(make(n))) == ("slices" in name)
-                assert isinstance(drawn.cut, shares.CutByNumber) == name.startswith("slices"), name
+                by_number = "slices" in name
+                drawn = shares.worker_dataset(make(n), rank, replicas, world_size, compare=True, by_number=by_number)
+                assert bool(plan_of(make(n)).arrays) == ("slices" in name)
+                assert isinstance(drawn.cut, shares.GatherRows) == name.startswith("slices"), name
                 drawn = list(drawn.shares())
                 assert len(drawn) == len(batches), (name, n, world_size, replicas)
                 for number, share in enumerate(drawn):
@@ -202,7 +204,7 @@ def rows_drawn(world_size):
         return lambda x: tf.ensure_shape(tf.numpy_function(see, [x], tf.int64), [])
 
     def drawn(dataset, rank):
-        return shares.draw(dataset, rank, 1, world_size, compare=True, by_number=True).dataset
+        return shares.worker_dataset(dataset, rank, 1, world_size, compare=True, by_number=True).dataset
 
     found = []
     for rank in range(world_size):
@@ -226,11 +228,11 @@ def shares_of_zeros():
 
     from tfring.data import shares
     from tfring.data.arrays import rows_of_tensors
-    from tfring.data.rows import Place
+    from tfring.data.rows import ReplicaRange
 
-    place, arrays = Place(0, 2, 4), (tf.range(40.0),)
+    place, arrays = ReplicaRange(0, 2, 4), (tf.range(40.0),)
     cuts = {
-        "numbers": (shares.CutByNumber(place, (False,), rows_of_tensors), (tf.zeros([8], tf.int64), arrays)),
+        "numbers": (shares.GatherRows(place, (False,), rows_of_tensors), (tf.zeros([8], tf.int64), arrays)),
         "rows": (shares.Cut(place, (False,), True, None, False, True), tf.zeros([8, 3])),
     }
     found = {}

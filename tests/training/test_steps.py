@@ -298,6 +298,42 @@ def custom_models():
     }
 
 
+def trace_and_collect():
+    """Returns whether Python looks for garbage when a step is traced, and afterwards; and after a step that raises."""
+    import gc
+
+    import keras
+
+    ring, seen = strategy(), []
+
+    class Notes(keras.Model):
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            seen.append(gc.isenabled())
+            if self.fails:
+                raise LookupError("in a trace")
+            return super().train_step(data)
+
+    def fit(fails):
+        with ring.scope():
+            model = Notes()
+            model.fails, model.dense = fails, keras.layers.Dense(1)
+            model.compile("sgd", "mse")
+        model.fit(*skewed_rows(), batch_size=19, verbose=0)
+
+    fit(False)
+    after = [gc.isenabled()]
+    with pytest.raises(LookupError):
+        fit(True)
+    return set(seen), [*after, gc.isenabled()]
+
+
+def test_a_first_step_is_traced_without_collections():
+    assert workers(2).run(trace_and_collect) == [({False}, [True, True])] * 2
+
+
 @pytest.mark.oldest
 def test_own_train_step_and_several_outputs():
     assert_equal(workers(3).run(custom_models, timeout=300))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+import warnings
 
 import harness
 import numpy as np
 import pytest
 from harness import workers
+
+import tfring
 
 
 def make_model(strategy, **compile):
@@ -147,3 +150,59 @@ def test_lines_of_calls(communication):
     # The call that was interrupted is not counted, nor is validation twice.
     assert float(lines[1].split()[1]) == pytest.approx(seconds, abs=0.2)
     assert ("of computation" in lines[1]) == (communication == "ring")
+
+
+def lines_of_layers(batch_normalization, options):
+    """What is printed of a model with batch normalization, two dropouts and an augmentation, which trains twice."""
+    import keras
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        strategy = harness.strategy(**options)
+        with strategy.scope():
+            normalize = {"keras": keras.layers.BatchNormalization, "tfring": tfring.SyncBatchNormalization}
+            layers = [keras.layers.RandomFlip(name="flip"), normalize[batch_normalization](name="normalize")]
+            drop = [keras.layers.Dropout(rate, name=f"drop_{rate}".replace(".", "")) for rate in (0.0, 0.2)]
+            model = keras.Sequential([keras.Input((4, 4, 3)), *layers, keras.layers.Flatten(), *drop])
+            model.compile("sgd", "mse")
+        for _ in range(2):
+            model.fit(np.ones((8, 4, 4, 3)), np.ones((8, 48)), verbose=0)
+        strategy.close()
+    return [line for line in printed.getvalue().splitlines() if line.startswith("tfring: ")][1:-1]
+
+
+def test_layers_that_compute_what_one_process_does_not_are_named_once():
+    lines, others = workers(2).run(lines_of_layers, "keras", {})
+    assert others == [] and lines == [
+        "tfring: BatchNormalization 'normalize' normalizes each worker's own rows, and RandomFlip 'flip' (and 1 more) "
+        "draws other numbers than in one process. For the result of one process: tfring.SyncBatchNormalization and "
+        'RingStrategy(random="global").'
+    ]
+    assert workers(2).run(lines_of_layers, "tfring", {"random": "global"}) == [[], []]
+
+
+def errors_of_a_rank(_):
+    """Errors of a layer of another size on each rank, and of a wrong argument; a warning of another learning rate."""
+    import keras
+
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((8, 4)), np.ones((8, 1))
+    with pytest.raises(TypeError) as wrong:
+        model.fit(x, y, workers=4)
+    model.optimizer.learning_rate = 0.5 * (strategy.rank + 1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.fit(x, y, verbose=0)
+    with strategy.scope(), pytest.raises(tfring.errors.MismatchError) as other:
+        keras.layers.Dense(3 + strategy.rank).build((None, 4))
+    return str(wrong.value), [str(w.message) for w in warned], str(other.value)
+
+
+def test_what_differs_on_a_rank_before_training_is_told():
+    of_0, of_1 = workers(2).run(errors_of_a_rank, None)
+    for rank, (wrong, _, other) in enumerate((of_0, of_1)):
+        assert wrong == "fit() got an unexpected keyword argument 'workers'"
+        begin = f"The ranks make different models: this rank makes kernel of shape (4, {3 + rank})."
+        assert other.startswith(begin), other
+    [warned] = [text for text in of_1[1] if "learning rate" in text]
+    assert "The learning rate of SGD 'sgd' is 1.0 on rank 1 and 0.5 on rank 0, which all ranks take." in warned

@@ -165,8 +165,8 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     did, communication, slow, advice = document["summary"]
     steps = first["count"] + first["built"]
     assert re.fullmatch(rf"The run trained for {steps} steps, [\d.]+ a second, so [\d.]+ s without the .*", did)
-    exposed = r"Exposed communication \(beside which nothing is computed\) takes \d+ % of a step, and waiting for "
-    assert re.match(rf"{exposed}other ranks \d+ % ", communication)
+    exposed = r"Exposed communication \(beside which nothing is computed\) takes \d+ % of a step: \d+ % is waiting "
+    assert re.match(rf"{exposed}for other ranks", communication)
     assert re.fullmatch(r"Rank 1 is slow, by [\d.]+ ms a step, and the others wait for it\.", slow)
     assert advice == "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md)."
     _, summary, table, *_ = out.split("\n\n")
@@ -195,12 +195,12 @@ def of_ranks(*changes, servers=0, kind="train"):
         (of_ranks({"dispatch": 60}, {"dispatch": 60}), ["Most of the rest is the start of steps"]),
         (
             of_ranks({"waiting": 40}, {"waiting": 40}),
-            ["takes 40 % of a step, and waiting for other ranks 40 %", "in turns. Give each its own"],
+            ["takes 40 % of a step: 40 % is waiting for other ranks", "in turns. Give each its own"],
         ),
         (of_ranks({"waiting": 50}, {"Python": 55}), ["Rank 1 is slow, by 50 ms a step, and the others", "a callback"]),
         (
             of_ranks({"moving": 30}, {"adding": 30}),
-            ["takes 30 % of a step, and waiting for other ranks 0 %", "Measure the network"],
+            ["takes 30 % of a step: 0 % is waiting for other ranks", "Measure the network"],
         ),
         (of_ranks({"server": 30}, {"server": 30}, servers=1), ["requests to the servers below"]),
         (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and none waits for it."]),

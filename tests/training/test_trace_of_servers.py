@@ -131,25 +131,25 @@ def test_a_straggler_of_asynchronous_updates_is_named(tmp_path, capsys, options)
 
 def train_with_a_slow_server(options, slow):
     """As `with_servers`; server 1's updates take longer."""
-    from tfring._keras.sharding.held import HeldShards
+    from tfring._keras.sharding.server_shards import ServerShards
 
-    update = HeldShards.update
+    update = ServerShards.update
 
     def slow_update(self, *arguments):
         time.sleep(SECONDS if self._server == slow else 0.0)
         update(self, *arguments)
 
-    make = HeldShards.__init__
+    make = ServerShards.__init__
 
     def remember(self, store, description, server):
         make(self, store, description, server)
         self._server = server
 
-    HeldShards.update, HeldShards.__init__ = slow_update, remember
+    ServerShards.update, ServerShards.__init__ = slow_update, remember
     try:
         return with_servers(trains, 2, options)
     finally:
-        HeldShards.update, HeldShards.__init__ = update, make
+        ServerShards.update, ServerShards.__init__ = update, make
 
 
 @pytest.mark.parametrize("update", ["sync", "async"])

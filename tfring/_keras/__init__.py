@@ -49,14 +49,14 @@ def install() -> None:
         layers,
         losses,
         metrics,
-        outside,
         printing,
         randomness,
         saving,
+        scope,
         seam,
         trainer,
     )
-    from tfring._keras.optimizers import adoption, served, tensorflow_1
+    from tfring._keras.optimizers import adoption, server_updater, tensorflow_1
     from tfring._keras.sharding import slots
 
     # Each function is replaced once, so that their order is of no importance.
@@ -72,9 +72,9 @@ def install() -> None:
         randomness,
         inputs,
         layers,
-        served,
+        server_updater,
         tensorflow_1,
-        outside,
+        scope,
         saving,
         printing,
         trainer,

@@ -16,7 +16,7 @@ import xxhash
 from tfring._keras import calls, configuration
 from tfring.data import fingerprint
 from tfring.data.distribute import is_sliced
-from tfring.data.pipeline import arrays_of
+from tfring.data.plan import plan_of
 from tfring.data.records import Records
 from tfring.errors import MismatchError
 from tfring.runtime import Ring
@@ -168,7 +168,7 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
 
 
 def _compared(value: Any) -> list[str]:
-    """Returns what is told of an array, and what is compared."""
+    """Returns a description of an array, and what is compared."""
     arrays = [np.asarray(part) for part in _dense_parts(value)]
     first = ", ".join(str(v) for v in arrays[0].ravel()[:3])
     text = f"{type(value).__name__} of shape {tuple(value.shape)}, {arrays[0].dtype}, beginning with {first}"
@@ -177,16 +177,18 @@ def _compared(value: Any) -> list[str]:
 
 def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
     """As `_described`, of the arrays that a dataset is slices of, or files of its records; once: these never change."""
-    kept = vars(dataset)
-    if "_tfring_compared" not in kept:
-        compared: dict[str, list[str]] = {}
-        kept["_tfring_compared"] = compared
-        for number, array in enumerate(arrays_of(dataset)):
+    plan = plan_of(dataset)
+
+    def compared() -> dict[str, list[str]]:
+        items: dict[str, list[str]] = {}
+        for number, array in enumerate(plan.arrays):
             if isinstance(array, Records):
-                compared.update((f"file {i} of", file) for i, file in enumerate(array.files, len(compared)))
+                items.update((f"file {i} of", file) for i, file in enumerate(array.files, len(items)))
             else:
-                compared[f"array {number} of"] = _compared_slices(array)
-    for what, item in kept["_tfring_compared"].items():
+                items[f"array {number} of"] = _compared_slices(array)
+        return items
+
+    for what, item in plan.kept("compared", compared).items():
         yield f"{what} {name}", item
 
 

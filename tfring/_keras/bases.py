@@ -3,7 +3,7 @@
 ```
 keras.Variable ─► RingVariable ─► Variable of Keras' TensorFlow backend
 keras.Layer ─► RingLayer ─► TFLayer
-keras.Optimizer ─► OptimizerOfScope ─► TFOptimizer
+keras.Optimizer ─► ScopedOptimizer ─► TFOptimizer
 keras.Model ─► RingTrainer (trainer.py) ─► TensorFlowTrainer
 ```
 
@@ -25,7 +25,7 @@ from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
-from tfring._keras import outside, sharding, state
+from tfring._keras import scope, sharding, state
 from tfring._keras.optimizers import adoption
 from tfring._keras.optimizers.optimizer_class import join_ring, leave_ring
 from tfring._keras.optimizers.ring_optimizer import RingOptimizer
@@ -37,13 +37,13 @@ from tfring.runtime import current_ring, ring_of
 def install() -> None:
     extend(keras.Variable, RingVariable)
     extend(keras.layers.Layer, RingLayer)
-    extend(keras.optimizers.Optimizer, OptimizerOfScope)
+    extend(keras.optimizers.Optimizer, ScopedOptimizer)
 
 
 class RingVariable(core.Variable):
     """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard.
 
-    One that Keras makes later, behind the trace of a layer without `build`, is then made in the scope that was open.
+    One that Keras makes later, after the trace of a layer without `build`, is then made in the scope that was open.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class RingVariable(core.Variable):
         state.write(self, value, super()._direct_assign)
 
     def _deferred_initialize(self) -> None:
-        with outside.scope_of(self):
+        with scope.scope_of(self):
             if sharding.sharding_of(self) is None:
                 return super()._deferred_initialize()
             ring = current_ring()
@@ -110,7 +110,7 @@ class RingLayer(TFLayer):
 
             @functools.wraps(build)
             def build_in_scope(*args: Any, **kwargs: Any) -> Any:
-                with outside.scope_of(layer):
+                with scope.scope_of(layer):
                     return build(*args, **kwargs)
 
             vars(layer).update(build=build_in_scope, _tfring_made_in=ring)
@@ -123,7 +123,7 @@ class RingLayer(TFLayer):
         return super()._trackable_children(save_type, **kwargs)
 
 
-class OptimizerOfScope(TFOptimizer):
+class ScopedOptimizer(TFOptimizer):
     """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class OptimizerOfScope(TFOptimizer):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if not isinstance(self, RingOptimizer):
-            outside.warn_of_optimizer(self)
+            scope.warn_of_optimizer(self)
         super().apply(grads, trainable_variables)
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import utils
 
-from tfring._keras import configuration, loop, place
+from tfring._keras import configuration, loop, resume
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model
 from tfring._keras.sharding import sharding_of, slots
@@ -29,7 +29,7 @@ _OF_PREDICT = ("on_predict_begin", "on_predict_batch_begin", "on_predict_batch_e
 _LOWEST = int(np.iinfo(np.int64).min)
 
 
-class RunsLast:
+class LateCallback:
     """A callback that runs after all others, wherever it stands in the list: it keeps what they have left.
 
     What it `wants` after a step or an epoch is asked in one collective; the largest number of any rank is `granted` to
@@ -100,7 +100,7 @@ def _save_model(callback: Any, original: Callable[..., Any], epoch: int, batch: 
     return original(epoch, batch, logs)
 
 
-def for_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
+def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
     sharded = "shard_optimizer=True" if ring.shard_optimizer else ""
     sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
@@ -142,7 +142,7 @@ class _BuiltOnAllRanks(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
 
 
-class Needs(NamedTuple):
+class CallbackTraits(NamedTuple):
     """The needs of the callbacks of a call, on all ranks: the largest of each number over ranks holds.
 
     Attributes:
@@ -172,21 +172,21 @@ class Needs(NamedTuple):
         return bool(self.reads_train if kind == "train" else self.reads_test)
 
 
-def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
+def traits_of(name: str, model: Any, callbacks: Any, verbose: Any) -> CallbackTraits:
     """Returns what this rank's callbacks need.
 
     Args:
       name: "fit", "evaluate" or "predict".
       model: the Keras model.
       callbacks: what the user passes.
-      verbose: what Keras is told; rank 0's progress bar reads logs.
+      verbose: as Keras takes it; rank 0's progress bar reads logs.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        return Needs(1, 1, 1, 1, 1, 1, 1, 0, 0)
+        return CallbackTraits(1, 1, 1, 1, 1, 1, 1, 0, 0)
     given = [] if callbacks is None else keras.tree.flatten(callbacks)
     shown = {"fit": "train", "evaluate": "test"}.get(name) if verbose in ("auto", 1, True) else None
     rates = configuration.number([_own_rate(o) for o in optimizers_of(model)]) if name == "fit" else 0
-    return Needs(
+    return CallbackTraits(
         reads_train=int(shown == "train" or any(_reads_logs(c, "train") for c in given)),
         reads_test=int(shown == "test" or any(_reads_logs(c, "test") for c in given)),
         watches_train=int(any(_watches_begin(c, "train") for c in given)),
@@ -199,7 +199,7 @@ def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
     )
 
 
-def arranged(name: str, callbacks: Any, model: Any, ring: Ring, needed: Needs) -> list:
+def prepared(name: str, callbacks: Any, model: Any, ring: Ring, traits: CallbackTraits) -> list:
     """Returns the callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank.
 
     Args:
@@ -207,18 +207,18 @@ def arranged(name: str, callbacks: Any, model: Any, ring: Ring, needed: Needs) -
       callbacks: what the user passes.
       model: the Keras model.
       ring: the workers.
-      needed: what the callbacks of all ranks need.
+      traits: what the callbacks of all ranks need.
     """
-    callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, ring)
+    callbacks = callbacks_of_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, ring)
     if ring.updater is not None and name == "fit":
         callbacks = ring.updater.callbacks(callbacks)
-    last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
+    last = [c for c in callbacks if isinstance(c, LateCallback)] if name == "fit" else []
     if ring.world.world_size == 1 and not last:
         return callbacks
     others = [c for c in callbacks if c not in last]
-    callbacks = [*others, Agreement(ring, name, last, needed)]
+    callbacks = [*others, Agreement(ring, name, last, traits)]
     if last and not any(isinstance(c, keras.callbacks.History) for c in others):
-        callbacks.append(keras.callbacks.History())  # which Keras would put behind them
+        callbacks.append(keras.callbacks.History())  # which Keras would put after them
     for callback in last:
         callback.others = others
     return callbacks + last
@@ -230,9 +230,9 @@ def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.unread_logs(model))
         if name == "fit":
-            stack.enter_context(place.fit_under_way())
+            stack.enter_context(resume.fit_under_way())
             for callback in callbacks if isinstance(callbacks, list) else ():
-                if isinstance(callback, RunsLast):
+                if isinstance(callback, LateCallback):
                     stack.enter_context(callback.around_fit(model))
         for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also of a CallbackList
             stack.enter_context(_of_ring(callback))
@@ -273,25 +273,25 @@ class Agreement(keras.callbacks.Callback):
       ring: the workers.
       name: "fit", "evaluate" or "predict".
       last: the callbacks that run after this one.
-      needed: what the callbacks of all ranks need.
+      traits: what the callbacks of all ranks need.
     """
 
-    def __init__(self, ring: Ring, name: str, last: Sequence[RunsLast], needed: Needs) -> None:
+    def __init__(self, ring: Ring, name: str, last: Sequence[LateCallback], traits: CallbackTraits) -> None:
         super().__init__()
         self._ring = ring
         self._world = ring.world
-        self._name, self._last, self._needed = name, last, needed
-        self._rates_agree = needed.rates == -needed.minus_rates
+        self._name, self._last, self._traits = name, last, traits
+        self._rates_agree = traits.rates == -traits.minus_rates
 
     def _leave_unread(self) -> None:
         kinds = {"fit": ("train", "test"), "evaluate": ("test",)}[self._name]
-        loop.leave_unread(self.model, [kind for kind in kinds if not self._needed.reads(kind)])
+        loop.leave_unread(self.model, [kind for kind in kinds if not self._traits.reads(kind)])
 
     # -- training --------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._leave_unread()
-        if not self._needed.any_callback and self._rates_agree:
+        if not self._traits.any_callback and self._rates_agree:
             return
         # BackupAndRestore has restored on rank 0, if at all.
         mine = [-2, 0]
@@ -305,20 +305,20 @@ class Agreement(keras.callbacks.Callback):
             broadcast_variables(self._ring, self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._needed.begins_epochs:
+        if self._traits.begins_epochs:
             self._agree("learning rates")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Else in the next status (`loop.py`). Without this method Keras would run callbacks in another thread.
-        if self._needed.watches_train or self._last:
+        if self._traits.watches_train or self._last:
             self._decide()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._needed.any_callback:
+        if self._traits.any_callback:
             self._decide(with_rates=True)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._needed.any_callback:
+        if self._traits.any_callback:
             self._ring.peers.barrier(name="barrier")
 
     def _decide(self, *, with_rates: bool = False) -> None:
@@ -342,9 +342,9 @@ class Agreement(keras.callbacks.Callback):
         for optimizer, own, rate in zip(optimizers, mine, rates, strict=True):
             if own != rate:
                 warnings.warn(
-                    f"A callback set another learning rate of {type(optimizer).__name__} {optimizer.name!r} on rank "
-                    f"{self._ring.cluster.rank} ({own}) than on rank 0 ({rate}); rank 0's holds. Decide on what is "
-                    "equal on all ranks: logs, the epoch, a seeded random number.",
+                    f"The learning rate of {type(optimizer).__name__} {optimizer.name!r} is {own} on rank "
+                    f"{self._ring.cluster.rank} and {rate} on rank 0, which all ranks take. Set it alike on all ranks; "
+                    "in a callback, decide by what is equal there: logs, the epoch, a seeded random number.",
                     stacklevel=2,
                 )
                 optimizer.learning_rate = rate
@@ -357,12 +357,12 @@ class Agreement(keras.callbacks.Callback):
             self._leave_unread()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._needed.watches_test:
+        if self._traits.watches_test:
             [stop] = self._world.largest([int(self.model.stop_evaluating)], name="stop_evaluating")
             self.model.stop_evaluating = bool(stop)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._needed.watches_predict:
+        if self._traits.watches_predict:
             [stop] = self._world.largest([int(self.model.stop_predicting)], name="stop_predicting")
             self.model.stop_predicting = bool(stop)
 

@@ -41,7 +41,7 @@ def disagreement(call_of_0: str, rank: int, other_call: str) -> MismatchError:
 
 
 @contextlib.contextmanager
-def told(ring: Ring, caller: str, arguments: dict) -> Iterator[None]:
+def annotated_errors(ring: Ring, caller: str, arguments: dict) -> Iterator[None]:
     """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
 
     Args:
@@ -67,7 +67,7 @@ def _sentences(ring: Ring, caller: str, arguments: dict, reason: Reason | None) 
             if isinstance(value, tf.data.Dataset):
                 yield f", whose `{name}` is {_steps(value)}"
     yield "."
-    if reason in (Reason.CALLS_DIFFER, Reason.LEFT):
+    if reason is Reason.LEFT:
         yield f" {_RULE}"
 
 

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,14 +23,13 @@ from tfring import _tf
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.sharding import sharding_of
+from tfring.data.plan import plan_of
 
 _MOST_TEXT = 100  # characters of a value in an error
 # In configurations: where code lies, shapes of a rank's rows, what a rank draws for itself, what is compared by itself.
 _NOT_COMPARED = ("module", "registered_name", "build_config", "batch_shape", "seed", "vocabulary")
 _COMPARED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _COMPARED_NUMBERS = tuple(dtype.as_datatype_enum for dtype in _COMPARED)
-
-_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what was found in those of datasets
 
 
 def of_compile(model: Any) -> dict:
@@ -102,13 +100,10 @@ def of_graph(graph: Any) -> dict:
 def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
     """Describes the tables, and the constants, that functions of a `tf.data` pipeline hold."""
     items: dict = {}
-    for each in _tf.pipeline(dataset):
-        for graph in _tf.graphs_of(each):
-            if graph not in _graphs:
-                _graphs[graph] = _tables_of(graph), of_graph(graph)
-            tables, constants = _graphs[graph]
-            for name, item in {**tables, **(constants if with_constants else {})}.items():
-                items[f"{name}, function {len(items)}"] = item
+    plan = plan_of(dataset)
+    for tables, constants in plan.kept("held", lambda: [(_tables_of(graph), of_graph(graph)) for graph in plan.graphs]):
+        for name, item in {**tables, **(constants if with_constants else {})}.items():
+            items[f"{name}, function {len(items)}"] = item
     return items
 
 
@@ -202,7 +197,7 @@ def _readable(read: Callable[[Any], Iterable], thing: Any) -> list:
 
 
 def _without_numbers(config: dict) -> dict:
-    """A configuration without the number that Keras puts behind a name."""
+    """A configuration without the number that Keras appends to a name."""
     name = config.get("name")
     return {**config, "name": re.sub(r"_\d+$", "", name)} if isinstance(name, str) else config
 

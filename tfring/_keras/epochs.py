@@ -15,11 +15,11 @@ from keras.src.trainers.data_adapters import (
     tf_dataset_adapter,
 )
 
-from tfring._keras import inputs, place, predict
+from tfring._keras import inputs, predict, resume
 from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
 from tfring.data.distribute import distribute_for_keras, undistributed
-from tfring.data.pipeline import yields_alike
+from tfring.data.plan import plan_of
 from tfring.runtime import ring_of
 from tfring.step import trace
 
@@ -43,7 +43,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
       loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; else None.
       source: The data before it is distributed; a `tf.data.Dataset`, `ArrayBatches`, or what the program has
         distributed.
-      position: To resume from in the next pass, a `place.Position`; None to begin at the beginning.
+      position: To resume from in the next pass, a `resume.Position`; None to begin at the beginning.
     """
 
     data_adapter: Any
@@ -70,10 +70,10 @@ class RingEpochIterator(trainer.TFEpochIterator):
             self._tfring_batch_size = None if was_distributed else _rows_of_a_batch(self.data_adapter)
             self._yields_alike = not is_distributed and (
                 self._has_arrays_in_order(seed)
-                or (isinstance(dataset, tf.data.Dataset) and yields_alike(dataset))
+                or (isinstance(dataset, tf.data.Dataset) and plan_of(dataset).is_alike_in_each_pass)
             )
             self._begins = False
-            self.position: place.Position | None = None
+            self.position: resume.Position | None = None
             ahead = 2
             if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
                 # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
@@ -86,7 +86,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
                 self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
                 self._num_batches = self.data_adapter.num_batches
             self._distributed_dataset = dataset
-        place.found_data(self)
+        resume.note_data(self)
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
     def _enumerate_iterator(self) -> Iterator[tuple]:
         trace.begin_loop(self._ring)
         position, self.position = self.position, None
-        return self.begin_pass() if position is None else place.resumed(self, position)
+        return self.begin_pass() if position is None else resume.fast_forwarded(self, position)
 
     def begin_pass(self) -> Iterator[tuple]:
         """Returns the steps of a pass through the data, as Keras enumerates them."""

@@ -25,7 +25,7 @@ from tfring.runtime import Ring
 from tfring.step import graphs
 
 _log = logging.getLogger("tfring")
-_told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has told
+_logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has logged
 
 
 class OfWholeBatch(Exception):
@@ -47,9 +47,7 @@ def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
       ring: the workers.
       model: whose step it is.
     """
-    if ring.num_replicas == 1 or ring.mesh.pipeline > 1:
-        return steps.Way.OWN, ""
-    if ring.updater is not None and not ring.updater.weighs:  # workers train by themselves, on purpose
+    if _is_of_own_rows(ring):
         return steps.Way.OWN, ""
     if tf.executing_eagerly():
         return steps.Way.WHOLE, "It runs eagerly."
@@ -58,9 +56,41 @@ def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
     return steps.Way.EDITED, ""
 
 
+def _is_of_own_rows(ring: Ring) -> bool:
+    """Returns True if each replica computes from its own rows, since it is alone or trains by itself on purpose."""
+    trains_alone = ring.updater is not None and not ring.updater.weighs
+    return ring.num_replicas == 1 or ring.mesh.pipeline > 1 or trains_alone
+
+
 def tell_whole(ring: Ring, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
     """Logs once, on the first rank, that each worker computes the whole batch, and why."""
     _tell(ring, partition.text_of_whole(reason, _name(model, step)))
+
+
+def of_own_rules(ring: Ring, model: Any) -> str:
+    """Returns a sentence on the layers of a model that compute what one process does not; "" if there are none."""
+    if _is_of_own_rows(ring) or model.run_eagerly:
+        return ""
+    layers = [layer for layer in all_layers(model) if layer.trainable]
+    normalize = [n for n in layers if isinstance(n, keras.layers.BatchNormalization) and not n.synchronized]
+    draw = [layer for layer in layers if ring.random == "replica" and _draws(layer)]
+    said, cures = [], []
+    for found, does, cure in (
+        (normalize, "normalizes each worker's own rows", "tfring.SyncBatchNormalization"),
+        (draw, "draws other numbers than in one process", 'RingStrategy(random="global")'),
+    ):
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            said.append(f"{type(found[0]).__name__} {found[0].name!r}{more} {does}")
+            cures.append(cure)
+    return f"{', and '.join(said)}. For the result of one process: {' and '.join(cures)}." if said else ""
+
+
+def _draws(layer: Any) -> bool:
+    """Returns True if a layer draws random numbers for rows when it trains."""
+    has_generator = getattr(layer, "seed_generator", None) is not None
+    is_noise = has_generator and any(getattr(layer, name, None) for name in ("rate", "stddev"))
+    return is_noise or getattr(layer, "generator", None) is not None  # the latter of an augmentation
 
 
 def _name(model: Any, step: str) -> str:
@@ -68,7 +98,7 @@ def _name(model: Any, step: str) -> str:
 
 
 def _tell(ring: Ring, text: str) -> None:
-    told = _told.setdefault(ring, set())
+    told = _logged.setdefault(ring, set())
     if text not in told and ring.cluster.is_chief:
         _log.warning(text)
     told.add(text)
@@ -84,7 +114,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
       rows: int64 `[num_replicas]`, each replica's rows of the batch; or a function that exchanges them.
 
     Returns:
-      Operations behind which replicas have exchanged what they need.
+      Operations after which replicas have exchanged what they need.
 
     Raises:
       OfWholeBatch: if something cannot be converted.

@@ -165,7 +165,7 @@ class _Order:
     seed: int | None
 
     def of_pass(self, number: int) -> np.ndarray:
-        """Returns the rows of each batch, int64 `[batches, batch_size]`, with -1 behind the last row."""
+        """Returns the rows of each batch, int64 `[batches, batch_size]`, with -1 after the last row."""
         batches = -(-self.rows // self.batch_size)
         indices = np.full(batches * self.batch_size, -1, np.int64)
         rows = indices[: self.rows]
@@ -227,7 +227,7 @@ def _keras_seeds(global_seed: int | None) -> tuple[int, int]:
 
 
 def _in_batches(indices: tf.Tensor, batch_size: Any) -> tf.Tensor:
-    """Returns the rows of each batch, `[batches, batch_size]`, with -1 behind the last row."""
+    """Returns the rows of each batch, `[batches, batch_size]`, with -1 after the last row."""
     missing = -tf.size(indices, tf.int64) % batch_size
     padded = tf.pad(indices, [[0, missing]], constant_values=-1)
     return tf.reshape(padded, tf.stack([tf.constant(-1, tf.int64), batch_size]))

@@ -3,10 +3,10 @@
 | returned | becomes |
 |---|---|
 | the result of a metric | its result from the state of all replicas |
-| what a variable holds that the step wrote | its value behind the step, the same on all replicas |
+| what a variable holds that the step wrote | its value after the step, the same on all replicas |
 | a number, or several in a fixed shape | itself where all replicas returned the same, else the mean by rows |
 | something for each row | that of all rows, in order |
-| strings, None | what this worker's first replica returned |
+| all else, such as strings and open shapes | that of one process; of a step of a replica's own rows this worker's |
 
 Sums of states and the numbers of each replica travel in one collective a dtype, with the state that the step wrote;
 results that are formulas, such as AUC and F1, in one more.
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _tf, partition, step
+from tfring._keras import whole
 from tfring._keras.exactness import declared_layers
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, is_kept_in_parts, local_state, results_from
@@ -90,7 +91,18 @@ class Logs:
             outputs = self.with_all_rows(outputs, rows)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
+        if way is Way.WHOLE:
+            outputs = self._of_first(outputs)
         return self._marked(outputs, way is Way.EDITED), written
+
+    def _of_first(self, outputs: Any) -> Any:
+        """Returns the outputs of a step of the whole batch, of which those without a source are the first replica's."""
+        leaves = tf.nest.flatten(outputs)
+        for i, leaf in enumerate(leaves):
+            value = values_of(leaf)[0]
+            if self._sources[i] is None and i not in self._numbers and isinstance(value, tf.Tensor):
+                leaves[i] = whole.of_first(self._ring, value)
+        return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _marked(self, outputs: Any, is_edited: bool) -> Any:
         """Returns outputs in which the numbers of replicas are marked, for they become their mean; and their rows."""
@@ -98,22 +110,21 @@ class Logs:
         keys = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
         expected = dict.fromkeys(self._numbers, "mean")
         if is_edited:
-            of_rows = [i for i, leaf in enumerate(leaves) if self._sources[i] is None and _may_be_rows(leaf)]
-            expected.update(dict.fromkeys(of_rows, "concatenated"))
+            for i, leaf in enumerate(leaves):
+                if self._sources[i] is None and i not in expected:
+                    expected[i] = "concatenated" if _may_be_rows(values_of(leaf)[0]) else "same"
         for i, what in expected.items():
             name = f"the log {keys[i]!r}" if keys else "what the step returns"
             marked = []
             for replica, value in enumerate(values_of(leaves[i])):
                 with partition.replica(replica, is_scoped=True):
-                    marked.append(partition.expect(value, what, name))
+                    marked.append(_expect(value, what, name))
             leaves[i] = marked[0] if len(marked) == 1 else _tf.distribute_utils.regroup(tuple(marked))
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
         """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
-        variables: dict = {}
-        for w in written:
-            variables.setdefault(id(held_by(w.variable)), []).append(w)
+        variables = {id(held_by(w.variable)): w for w in written}
         for i, leaf in enumerate(tf.nest.flatten(outputs)):
             if self._sources[i] is not None or not variables:
                 continue
@@ -122,10 +133,9 @@ class Logs:
                 found = variables.get(id(held_by(variable)))
             else:
                 leaf = values_of(leaf)[0]
-                found = next((writes for writes in variables.values() if _is_read_behind(leaf, writes)), None)
+                found = next((w for w in variables.values() if graphs.is_last_value(leaf, held_by(w.variable))), None)
             if found is not None:
-                variable = found[-1].variable
-                self._sources[i] = Holder(variable, is_kept_in_parts(variable))
+                self._sources[i] = Holder(found.variable, is_kept_in_parts(found.variable))
 
     def read(self, written: Sequence[Written]) -> bool:
         """Returns True if the values that the step returned are computed from variables that it wrote."""
@@ -168,7 +178,7 @@ class Logs:
         alike = tf.reduce_all(sizes == sizes[0])
         return tf.cond(tf.reduce_all(sizes == rows) | ~alike, lambda: together, mean)
 
-    def together(self, outputs: Any, shares: tf.Tensor) -> tuple:
+    def pending_reduction(self, outputs: Any, shares: tf.Tensor) -> tuple:
         """The logs of a batch.
 
         Args:
@@ -300,15 +310,15 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, (keras.Variable, tf.Variable))
 
 
-def _is_read_behind(value: Any, writes: Sequence[Written]) -> bool:
-    """Returns True if a value was read from a replica's copy of a variable behind the operation that wrote it last."""
-    if not graphs.is_read(value, held_by(writes[0].variable)):
-        return False
-    read = graphs.read_of(value)
-    copy = graphs.outermost(read.inputs[0])
-    by = [w.by for w in writes if w.by is not None and graphs.outermost(w.by.inputs[0]) is copy]
-    order = {op.name: i for i, op in enumerate(value.graph.get_operations())}
-    return not by or order.get(read.name, 0) > order.get(by[-1].name, -1)
+def _expect(value: Any, what: str, name: str) -> Any:
+    """Returns a value marked with what the step takes it for; of several tensors each is."""
+    if not tf.is_tensor(value):
+        return value
+    parts = [
+        part if part.dtype in (tf.variant, tf.resource) else partition.expect(part, what, name)
+        for part in tf.nest.flatten(value, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(value, parts, expand_composites=True)
 
 
 def _may_be_rows(value: Any) -> bool:
@@ -328,5 +338,5 @@ def _plain(value: Any) -> Any:
     """Values of Python and NumPy, and variables such as a learning rate, as tensors."""
     import keras
 
-    kinds = (bool, int, float, str, bytes, np.ndarray, np.generic, keras.Variable, tf.Variable)
+    kinds = (bool, int, float, str, bytes, np.ndarray, np.generic, keras.Variable, tf.Variable, tf.IndexedSlices)
     return tf.convert_to_tensor(value) if isinstance(value, kinds) else before_division(value)

@@ -1,9 +1,9 @@
 """Ends Keras' loop over batches on all ranks after the same batch, and then reduces the logs that were not read.
 
 ```
-rank 0   callbacks of batch k ─► draws batch k + 1 ─► status ─► k + 1 is not trained ─► behind the loop
-rank 1   callbacks of batch k: stop_training ────────► status ─► draws one too ───────► behind the loop
-all      callbacks of the epoch's last batch ────────► status ────────────────────────► behind the loop
+rank 0   callbacks of batch k ─► draws batch k + 1 ─► status ─► k + 1 is not trained ─► after the loop
+rank 1   callbacks of batch k: stop_training ────────► status ─► draws one too ───────► after the loop
+all      callbacks of the epoch's last batch ────────► status ────────────────────────► after the loop
 ```
 
 So what a callback decides on one rank costs no collective of its own. Behind the loop all ranks know of it, before the
@@ -20,7 +20,7 @@ from tfring import _tf
 from tfring._keras.seam import entry_under_way, ring_of_model
 from tfring.step import status
 
-_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced behind the loop alone
+_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced after the loop alone
 _MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one
 
 KINDS = ("train", "test")

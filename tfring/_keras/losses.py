@@ -128,7 +128,7 @@ class _AddedLosses:
         if layer is None:
             return self
         running = step.current()
-        if running is not None:  # and behind an eager step its last replica's stay, as Keras' do
+        if running is not None:  # and after an eager step its last replica's stay, as Keras' do
             layer.__dict__["_losses"] = running.added.setdefault(id(layer), [])
         if "_losses" not in layer.__dict__:
             raise AttributeError("_losses")

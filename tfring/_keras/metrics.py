@@ -19,6 +19,7 @@ from tfring._keras.seam import seam
 from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 from tfring.runtime import Ring
+from tfring.step import graphs
 
 
 def install() -> None:
@@ -88,17 +89,50 @@ class Results:
 
     def _noting(self, metric: Any, result: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
+            moment = _Moment(metric)
             value = result()
+            moment.end()
             for position, leaf in enumerate(tf.nest.flatten(value)):
                 # A metric made of others may hand on their results: the first that returned one computes it.
-                self._found.setdefault(id(leaf), (leaf, Source(metric, position)))
+                self._found.setdefault(id(leaf), (leaf, Source(metric, position), moment))
             return value
 
         return noting
 
     def sources(self, outputs: Any) -> list[Source | None]:
-        """For each value of `outputs` the metric whose result it is, if it is one."""
-        return [self._found.get(id(leaf), (None, None))[1] for leaf in tf.nest.flatten(outputs)]
+        """For each value of `outputs` the metric whose result it is, if it is one, and is still."""
+        found = [self._found.get(id(leaf)) for leaf in tf.nest.flatten(outputs)]
+        return [None if each is None or not each[2].lasts() else each[1] for each in found]
+
+
+class _Moment:
+    """The computation of a metric's result, after which the step may write what it has read."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._state: list[int] = []  # eagerly: how often its variables were written
+        self._handles: list | None = None  # in a graph
+        self._number = 0 if self._graph is None else len(self._graph.get_operations())
+
+    def end(self) -> None:
+        """Notes what the result was computed from."""
+        if self._graph is None:
+            self._state = self._writes()
+        else:
+            self._handles = graphs.handles_read(self._graph.get_operations()[self._number :])
+            self._number = len(self._graph.get_operations())
+
+    def lasts(self) -> bool:
+        """Returns True if the result would be the same now."""
+        if self._graph is None:
+            return self._state == self._writes()
+        after = self._graph.get_operations()[self._number :]
+        return self._handles is not None and not graphs.writes_any(after, self._handles)
+
+    def _writes(self) -> list[int]:
+        running = step.current()
+        return [] if running is None else [running.writes[id(variable)] for variable in self._metric.variables]
 
 
 def is_kept_in_parts(variable: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`predict`: the outputs of all rows, in order, on every rank, gathered behind the loop where no callback sees a batch.
+"""`predict`: the outputs of all rows, in order, on every rank, gathered after the loop where no callback sees a batch.
 
 ```
 rank 0   batch 0: rows 0 1 ─► batch 1: rows 4 5 ─► ...   ┐ same batches? ─► sizes ─► one collective an output
@@ -98,7 +98,7 @@ class PredictFunction:
         made = (lambda body: body) if self._model.run_eagerly else graph_function
         self._of_all = made(self._of_all_body)
         self._of_worker = made(self._of_worker_body)
-        self._of_told_shares = made(self._of_shares)  # a graph for each batch, which is edited
+        self._of_known_shares = made(self._of_shares)  # a graph for each batch, which is edited
         self._of_batch = made(self._of_batch_body)
         self._of_uncut: dict = {}  # functions, by how they cut and what
         self._concrete: dict = {}  # of these, as they are called
@@ -150,9 +150,9 @@ class PredictFunction:
             return
         nothing = [tf.constant(0, tf.int64)] * self._replicas
         with status.named():
-            told = status.before_step(self._ring, nothing, False)
-            if told.has_batch:
-                status.why_not(told)
+            batch_status = status.before_step(self._ring, nothing, False)
+            if batch_status.has_batch:
+                status.why_not(batch_status)
 
     @contextlib.contextmanager
     def loop(self, *, waits: bool) -> Iterator[Callable[[Any], Any]]:
@@ -162,7 +162,7 @@ class PredictFunction:
           waits: whether the outputs of this worker's rows are kept until the loop's end.
 
         Yields:
-          A function that makes of what the loop returns the outputs of all rows: one that all ranks call behind it.
+          A function that makes of what the loop returns the outputs of all rows: one that all ranks call after it.
         """
         before, self._kept = self._kept, _Kept(waits=waits)
         kept = self._kept
@@ -264,14 +264,14 @@ class PredictFunction:
         return outputs
 
     def _edit(self, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None) -> None:
-        """Edits the graph of a step; what replicas exchange to count rows comes behind what the model exchanges."""
+        """Edits the graph of a step; what replicas exchange to count rows comes after what the model exchanges."""
         control: Any = self._ring.control
 
         def counted() -> tf.Tensor:
             if rows_of_all is not None:
                 return rows_of_all
             if control.in_one_order():
-                raise RuntimeError("rows are counted behind what the model exchanges")
+                raise RuntimeError("rows are counted after what the model exchanges")
             return control.gather_equal(tf.stack(rows), name="rows of the batch")
 
         exactness.edit_step(self._ring, self._model, "predict_step", counted)
@@ -363,9 +363,9 @@ class PredictFunction:
             if not isinstance(batch, Shares):
                 batch = self._as_shares(batch)
             rows = [values_of(n)[0] for n in batch.rows]
-            told = status.before_step(self._ring, rows, True, values_of(batch.fingerprint)[0])
-            with tf.control_dependencies(status.why_not(told)):
-                outputs = self._of_told_shares(batch, constants, told.rows)
+            batch_status = status.before_step(self._ring, rows, True, values_of(batch.fingerprint)[0])
+            with tf.control_dependencies(status.why_not(batch_status)):
+                outputs = self._of_known_shares(batch, constants, batch_status.rows)
                 if self._ring.control.world_size > 1:  # nothing is sent where there is no step
                     outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)

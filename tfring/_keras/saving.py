@@ -16,10 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
-from tfring._keras import aside, printing
+from tfring._keras import atomic, calls, printing
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
+from tfring.program import ShortTraceback
 from tfring.runtime import Ring, ring_of_process
 
 
@@ -50,18 +51,19 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
     if ring is None or ring.cluster.world_size == 1:
         write(path, **options)
         return
-    error = None
-    with slots.full_values_of(model, keep=ring.cluster.is_chief):
-        if ring.cluster.is_chief:
-            try:
-                write(path, **options)
-            except Exception as e:
-                error = e
-    [failed] = ring.peers.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
-    if error is not None:
-        raise error
-    if failed[0] > 0:
-        raise OSError(f"Rank 0 could not save the model to {str(path)!r}. Its own error gives the reason.")
+    with ShortTraceback(), calls.annotated_errors(ring, "tfring.save", {}):
+        error = None
+        with slots.full_values_of(model, keep=ring.cluster.is_chief):
+            if ring.cluster.is_chief:
+                try:
+                    write(path, **options)
+                except Exception as e:
+                    error = e
+        [has_failed] = ring.peers.largest([error is not None], name="tfring.save")
+        if error is not None:
+            raise error
+        if has_failed:
+            raise OSError(f"Rank 0 could not save the model to {str(path)!r}. Its own error gives the reason.")
 
 
 def install() -> None:
@@ -75,15 +77,15 @@ def install() -> None:
     ) -> None:
         with slots.full_values_of(model):
             if zipped:
-                written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
+                written_and_renamed(original, model, filepath, weights_format=weights_format, zipped=zipped)
             else:
                 folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
 
-    def written_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def written_and_renamed(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of_several(filepath, ring_of_model(model))
         if path is None or not path.parent.is_dir():  # Keras makes the folder or says that there is none
             return original(model, filepath, *args, **kwargs)
-        with aside.files(path) as beside:
+        with atomic.replace_files(path) as beside:
             return original(model, beside, *args, **kwargs)
 
     def folder(model: Any, filepath: Any, write: Callable[[Any], Any]) -> Any:
@@ -93,13 +95,13 @@ def install() -> None:
             return write(filepath) if ring is None or ring.cluster.is_chief else None
         assert ring is not None  # or no other rank would write the path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.folder(path, ring.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
+        with atomic.replace_folder(path, ring.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
 
     @seam(saving_lib, "save_weights_only")
     def save_weights_only(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         with slots.full_values_of(model):
-            return written_aside(original, model, *args, **kwargs)
+            return written_and_renamed(original, model, *args, **kwargs)
 
     @seam(legacy_h5_format, "save_model_to_hdf5")
     def save_model_to_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +112,7 @@ def install() -> None:
                 "shard. Save a .keras or a .weights.h5 file."
             )
         with slots.full_values_of(model), slots.written_to_hdf5():
-            return written_aside(original, model, *args, **kwargs)
+            return written_and_renamed(original, model, *args, **kwargs)
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ def install() -> None:
         if path is None:
             return original(self, file_prefix, *args, **kwargs)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.files(path) as beside:
+        with atomic.replace_files(path) as beside:
             written = os.fsdecode(original(self, beside, *args, **kwargs).numpy())  # may end in a number
         return os.path.join(os.path.dirname(file_prefix), os.path.basename(written))
 

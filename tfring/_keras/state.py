@@ -20,6 +20,7 @@ without rows, whose statistics are NaN, has no weight. TensorFlow's variables wi
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -41,11 +42,10 @@ _local = threading.local()
 
 
 class Written(NamedTuple):
-    """A variable that a step wrote, the rule by which what replicas wrote becomes one, and the operation that wrote."""
+    """A variable that a step wrote, and the rule by which what replicas wrote becomes one."""
 
     variable: Any
     rule: str
-    by: Any = None
 
 
 class _RingVariable(_tf.distribute_values.DistributedVariable):
@@ -54,6 +54,9 @@ class _RingVariable(_tf.distribute_values.DistributedVariable):
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         """Writes it in a replica: in a step by what it becomes when replicas write it."""
         running = step.weighing()
+        ring = ring_of(self.distribute_strategy)
+        if running is None and ring is not None and ring.num_replicas == 1:  # also where no replica can merge
+            return update_fn(values_of(self)[0], value, **kwargs)
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(self)
         if running is None or by_tensorflow:
             return super()._update_replica(update_fn, value, **kwargs)
@@ -189,7 +192,8 @@ def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
         own.assign(value)
         running.written.append(Written(variable, "values"))
     elif exactness.is_own_statistic(variable):
-        running.written.append(Written(variable, "mean", own.assign(value).op))
+        own.assign(value)
+        running.written.append(Written(variable, "mean"))
     elif is_part:
         name = f"the state {_name(variable)}"
         if tf.compat.v1.get_default_graph() is running.graph:
@@ -197,9 +201,11 @@ def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
         elif not _is_zero(value):  # in a body, which is not edited
             before = own.read_value()
             value = tf.where(running.active, partition.expect(value, "added", name, before), before)
-        running.written.append(Written(variable, _SUMMED, own.assign(value).op))
+        own.assign(value)
+        running.written.append(Written(variable, _SUMMED))
     else:
-        running.written.append(Written(variable, _EDITED, own.assign(value).op))
+        own.assign(value)
+        running.written.append(Written(variable, _EDITED))
 
 
 def edited_together(
@@ -210,7 +216,7 @@ def edited_together(
     Args:
       ring: the workers.
       written: what the step wrote.
-      edit: edits the graph; returns operations behind which exchanges have been made.
+      edit: edits the graph; returns operations after which exchanges have been made.
 
     Returns:
       What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
@@ -237,6 +243,7 @@ def edited_together(
 
 def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> None:
     """Writes a replica's copy, and notes how what replicas write becomes one."""
+    running.writes[id(variable)] += 1
     if running.is_plain:
         _write_plainly(running, variable, value)
         return
@@ -246,9 +253,8 @@ def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> N
     if held.synchronization == tf.VariableSynchronization.ON_READ:
         own.assign(tf.where(running.active, value, own))  # the row of a replica without rows does not count
         return
-    by = own.assign(value)
-    rule = _rule(held, adding)
-    running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
+    own.assign(value)
+    running.written.append(Written(variable, _rule(held, adding)))
 
 
 def _rule(variable: Any, adding: bool) -> str:
@@ -301,8 +307,7 @@ def values_before(model: Any) -> dict:
         value = getattr(variable, "_value", variable)
         if not isinstance(value, tf.distribute.DistributedValues) or step.is_written_alike(variable):
             continue
-        # Of floats, counts are known in a graph alone, which leaves out what is not read.
-        if not value.dtype.is_floating or not tf.executing_eagerly() or value.aggregation == tf.VariableAggregation.SUM:
+        if not value.dtype.is_floating or value.aggregation == tf.VariableAggregation.SUM:
             before[id(variable)] = tf.identity(values_of(value)[0])
     return before
 
@@ -328,17 +333,19 @@ def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, 
     if ring.num_replicas == 1:
         written = []
     rules: dict = {}
-    for variable, rule, _ in written:
+    for variable, rule in written:
         known = rules.setdefault(id(variable), (variable, rule))[1]
         if known != rule:  # a float that is a mean, and a constant in a branch, stays a mean
             rules[id(variable)] = (variable, "mean" if {known, rule} == {"mean", "same"} else "same")
+    # Of each dtype, for there may be hundreds of variables.
+    weights = functools.cache(lambda dtype: [tf.cast(shares[i], dtype) for i in range(len(ring.devices))])
     summed, alike = [], []  # (variable, rule, this worker's part), and what all replicas have to write alike
     for variable, rule in rules.values():
         copies = [tf.convert_to_tensor(copy) for copy in values_of(held_by(variable))]
         if rule == "same":
             alike.append((variable, copies))
         else:
-            summed.append((variable, rule, _part(ring, variable, rule, copies, shares, before)))
+            summed.append((variable, rule, _part(ring, variable, rule, copies, shares, weights, before)))
     for variable, copies in alike:
         _write(ring, variable, _written_by_all(ring, variable, copies, shares))
 
@@ -355,12 +362,19 @@ def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, 
 
 
 def _part(
-    ring: Ring, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor, before: dict
+    ring: Ring,
+    variable: Any,
+    rule: str,
+    copies: Sequence[tf.Tensor],
+    shares: tf.Tensor,
+    weights: Callable[[tf.DType], list[tf.Tensor]],
+    before: dict,
 ) -> tf.Tensor:
     if copies[0].dtype.is_integer or copies[0].dtype.is_bool:
         copies = [tf.cast(copy, tf.int64) for copy in copies]
     if rule == "mean":
-        return tf.add_n([tf.math.multiply_no_nan(c, tf.cast(shares[i], c.dtype)) for i, c in enumerate(copies)])
+        of_replicas = zip(copies, weights(copies[0].dtype), strict=False)
+        return tf.add_n([tf.math.multiply_no_nan(copy, weight) for copy, weight in of_replicas])
     if rule == "first":
         return _rows_of_replicas(ring, copies, shares)
     # A replica without rows adds nothing, not even NaN.
@@ -399,7 +413,7 @@ def _written_by_all(
 
 def _write(ring: Ring, variable: Any, value: Any) -> None:
     for copy in values_of(held_by(variable)):
-        copy.assign(tf.cast(value, copy.dtype))
+        copy.assign(tf.cast(value, copy.dtype), read_value=False)
 
 
 def _no_rule(variable: Any) -> str:

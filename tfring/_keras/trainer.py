@@ -9,7 +9,7 @@ one training step on rank r                                           collective
   logs, where a callback reads them ─► all rows ┴                       1  if any       (control)
 ```
 
-State and logs travel as one collective a dtype. Logs that no callback reads are reduced behind the loop
+State and logs travel as one collective a dtype. Logs that no callback reads are reduced after the loop
 (`loop.py`), those of several steps at the end of an execution. Nothing is sent from Python.
 """
 
@@ -27,8 +27,8 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.models.functional import Functional
 from keras.src.saving import serialization_lib
 
-from tfring import _tf, step
-from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state, whole
+from tfring import _tf, imports, step
+from tfring._keras import agreement, batch_shapes, calls, exactness, loop, resume, scope, state, whole
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.batch import own_share
 from tfring._keras.logs import Logs
@@ -42,6 +42,7 @@ from tfring._keras.seam import entered, extend, ring_of_model
 from tfring.data.rows import has_static_rows, num_rows, split_rows
 from tfring.data.shares import Shares
 from tfring.errors import TfringError
+from tfring.program import ShortTraceback
 from tfring.ring import failures
 from tfring.runtime import Ring
 from tfring.step import Way, status, trace
@@ -65,10 +66,10 @@ class RingTrainer(TensorFlowTrainer):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
-        outside.take_in_model(self)
+        scope.adopt_model(self)
         ring = ring_of_model(self)
         if ring is None:
-            outside.refuse_model(self, "compile")
+            scope.refuse_model(self, "compile")
             return super().compile(*args, **kwargs)
         with ring.scope():
             super().compile(*args, **kwargs)
@@ -86,13 +87,14 @@ class RingTrainer(TensorFlowTrainer):
             self.optimizer.build(self.trainable_variables)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        outside.take_in_model(self)
+        scope.adopt_model(self)
         ring = ring_of_model(self)
         if ring is None:
-            outside.refuse_model(self, "fit")
-            outside.warn_of_model(self)
+            scope.refuse_model(self, "fit")
+            scope.warn_of_model(self)
             return super().fit(*args, **kwargs)
         with _short_traceback(), _call("fit", self, ring, args, kwargs) as (given, _):
+            ring.lines.note(exactness.of_own_rules(ring, self))
             return super().fit(**given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,17 +108,17 @@ class RingTrainer(TensorFlowTrainer):
         ring = ring_of_model(self)
         if ring is None:
             return super().predict(*args, **kwargs)
-        with _short_traceback(), _call("predict", self, ring, args, kwargs) as (given, needed):
+        with _short_traceback(), _call("predict", self, ring, args, kwargs) as (given, traits):
             self.make_predict_function()
             if not isinstance(self.predict_function, PredictFunction):  # one that the user put there
                 return super().predict(**given)
-            with self.predict_function.loop(waits=not needed.watches_predict) as of_all_rows:
+            with self.predict_function.loop(waits=not traits.watches_predict) as of_all_rows:
                 return of_all_rows(super().predict(**given))
 
     def make_train_function(self, force: bool = False) -> Any:
         ring = ring_of_model(self)
         if ring is None:
-            outside.warn_of_model(self, stacklevel=4)  # after `fit` has; or in `train_on_batch`
+            scope.warn_of_model(self, stacklevel=4)  # after `fit` has; or in `train_on_batch`
             return super().make_train_function(force)
         return _make_step_function(self, ring, "train", force)
 
@@ -153,7 +155,7 @@ class RingTrainer(TensorFlowTrainer):
         ring = ring_of_model(self)
         if ring is None:
             return super()._get_metrics_result_or_logs(logs)
-        logs = logs or place.interrupted_logs() or logs
+        logs = logs or resume.interrupted_logs() or logs
         if not logs and ring.updater is not None and ring.updater.is_star:
             # A worker of asynchronous servers had no batch of the epoch: its metrics hold those of the others.
             return values_of_results(self.get_metrics_result())
@@ -169,8 +171,8 @@ _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for nam
 _LEFT = "_tfring_left_to_step"  # of a model that is not built: the spec of a batch
 
 
-def _short_traceback() -> failures.ShortTraceback:
-    return failures.ShortTraceback(keras.config.is_traceback_filtering_enabled())
+def _short_traceback() -> ShortTraceback:
+    return ShortTraceback(keras.config.is_traceback_filtering_enabled())
 
 
 @contextlib.contextmanager
@@ -187,16 +189,19 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
     Yields:
       The arguments of Keras' method by name, and what callbacks of any rank need.
     """
-    bound = _SIGNATURES[name].bind(model, *args, **kwargs)
+    try:
+        bound = _SIGNATURES[name].bind(model, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
     bound.apply_defaults()
     given = bound.arguments
     if given["verbose"] == "auto" and not ring.cluster.is_chief:
         given["verbose"] = 0  # one progress bar is enough
-    with ring.lines.timed(ring), calls.told(ring, f"model.{name}", given):
-        needs = ring_callbacks.needs(name, model, given["callbacks"], given["verbose"])
-        needs = ring_callbacks.Needs(*agreement.check_call(ring, model, name, given, needs))
+    with ring.lines.timed(ring), calls.annotated_errors(ring, f"model.{name}", given):
+        traits = ring_callbacks.traits_of(name, model, given["callbacks"], given["verbose"])
+        traits = ring_callbacks.CallbackTraits(*agreement.check_call(ring, model, name, given, traits))
         if not isinstance(given["callbacks"], keras.callbacks.CallbackList):
-            given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, ring, needs)
+            given["callbacks"] = ring_callbacks.prepared(name, given["callbacks"], model, ring, traits)
         around = ring_callbacks.around(name, given["callbacks"], model)
         naming = failures.reraise_as_tfring_error(ring.channels, ring.mesh)
         counted = batch_shapes.of_call(given.get("x"))
@@ -204,7 +209,7 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
         with counted, entered(name), on_rank_0(ring), naming, trace.entry(ring), around:
             if name != "fit" and ring.updater is not None:
                 ring.updater.before_evaluation(model)
-            yield bound.kwargs, needs
+            yield bound.kwargs, traits
 
 
 def _make_step_function(model: Any, ring: Ring, kind: str, force: bool) -> Any:
@@ -229,7 +234,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
     if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
     if first:
-        outside.refuse_weights(model, ring)
+        scope.refuse_weights(model, ring)
         adopt_optimizers(model, ring)
     with ring.scope():
         try:
@@ -243,7 +248,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
             if is_keras_step and (model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch)))):
                 _build_eagerly(model, data_batch)
     if first:
-        outside.take_in_metrics(model, ring)
+        scope.adopt_metrics(model, ring)
 
 
 def _keep_first_state(metrics: Any) -> None:
@@ -435,7 +440,8 @@ class StepFunction:
     def _call(self, name: str, *args: Any) -> Any:
         """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
         if not self._is_compared:
-            graph = None if self._model.run_eagerly else self._traced(name, *args).graph
+            with imports.without_collections(as_old=False):  # each would walk the graph once more
+                graph = None if self._model.run_eagerly else self._traced(name, *args).graph
             agreement.check_model(self._ring, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
             if self._kind == "train" and self._ring.updater is not None:
@@ -461,7 +467,7 @@ class StepFunction:
     def _traced(self, name: str, *args: Any) -> Any:
         """Returns a function of this, traced; it is traced again if its rows cannot be divided.
 
-        The first is not given up midway, for TensorFlow initializes variables that a step makes behind its trace.
+        The first is not given up midway, for TensorFlow initializes variables that a step makes after its trace.
         """
         while True:
             try:
@@ -487,14 +493,16 @@ class StepFunction:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], told: status.Status, with_logs: bool) -> Any:
+    def _one_step_body(
+        self, inputs: Sequence[Any], rows: Sequence[Any], batch_status: status.Status, with_logs: bool
+    ) -> Any:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
         if self._way is None:
             self._way, reason = exactness.way_of(self._ring, self._model)
             if self._way is Way.WHOLE:
                 exactness.tell_whole(self._ring, self._model, name, reason)
-        way, shares = self._way, self._shares(told)
+        way, shares = self._way, self._shares(batch_status)
         if way is Way.WHOLE:
             inputs = whole.batch(self._ring, inputs, rows, self._static_rows)
         before = state.values_before(self._model)
@@ -510,7 +518,7 @@ class StepFunction:
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
         exchanges: list = []
         try:
-            edit = functools.partial(exactness.edit_step, self._ring, self._model, name, told.rows)
+            edit = functools.partial(exactness.edit_step, self._ring, self._model, name, batch_status.rows)
             exchanges, written = state.edited_together(self._ring, written, edit)
         except exactness.OfWholeBatch as refused:
             if self._is_compared:
@@ -520,9 +528,9 @@ class StepFunction:
             outputs = self._logs.with_all_rows(outputs, rows, shares)
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
 
-    def _shares(self, told: status.Status) -> tf.Tensor:
+    def _shares(self, batch_status: status.Status) -> tf.Tensor:
         """Returns the shares by which the replicas of this worker count."""
-        return whole.shares(self._ring) if self._way is Way.WHOLE else told.shares
+        return whole.shares(self._ring) if self._way is Way.WHOLE else batch_status.shares
 
     def _with_state_and_logs(
         self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
@@ -532,7 +540,7 @@ class StepFunction:
         if with_logs and self._logs.read(written):
             self._together([parts.pop()])  # first
         if with_logs:
-            parts.append(self._logs.together(outputs, shares))
+            parts.append(self._logs.pending_reduction(outputs, shares))
         logs = self._together(parts)
         if self._ring.check_equal:  # gradients accumulate on each worker, and are reduced once an update
             variables = ring_callbacks.all_variables(self._model)
@@ -584,36 +592,36 @@ class StepFunction:
           before: whether there were steps in this execution, and what the last of them returned, which counts where
             there is no batch.
         """
-        told, inputs, rows = self._next_batch(iterator)
+        batch_status, inputs, rows = self._next_batch(iterator)
         taken: list = []
 
         def take() -> Any:
-            taken[:] = self._one_step(inputs, rows, told, with_logs), self._shares(told)
+            taken[:] = self._one_step(inputs, rows, batch_status, with_logs), self._shares(batch_status)
             return tuple(taken)
 
         def otherwise() -> Any:
             def refuse() -> Any:
-                return self._refuse(told, iterator, tuple(taken))
+                return self._refuse(batch_status, iterator, tuple(taken))
 
             if before is None:
                 return refuse()
-            return tf.cond(before[0], lambda: self._unless_wrong(told, before[1]), refuse)
+            return tf.cond(before[0], lambda: self._unless_wrong(batch_status, before[1]), refuse)
 
         # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
-        outputs, shares = tf.cond(told.goes_on, take, otherwise)
-        return outputs, shares, told.has_batch
+        outputs, shares = tf.cond(batch_status.goes_on, take, otherwise)
+        return outputs, shares, batch_status.has_batch
 
     def _on_batch_body(self, batch: Any) -> Any:
         inputs = split_rows(batch, self._replicas)
         with self._ring.scope():
             rows = [num_rows(element) for element in inputs]
-            told = status.before_step(self._ring, rows, True)
-            with tf.control_dependencies(status.why_not(told)):
-                return self._one_step(inputs, rows, told, True)
+            batch_status = status.before_step(self._ring, rows, True)
+            with tf.control_dependencies(status.why_not(batch_status)):
+                return self._one_step(inputs, rows, batch_status, True)
 
     def _logs_of_all_rows_body(self, outputs: Any, shares: tf.Tensor) -> Any:
         with self._ring.scope():
-            [logs] = self._together([self._logs.together(outputs, shares)])
+            [logs] = self._together([self._logs.pending_reduction(outputs, shares)])
             return logs
 
     # -- the batch -------------------------------------------------------------------------------------------------
@@ -633,16 +641,16 @@ class StepFunction:
         has_batch = have_value[0] if len(have_value) == 1 else tf.reduce_any(have_value)
         return status.before_step(self._ring, rows, has_batch, fingerprint), inputs, rows
 
-    def _refuse(self, told: status.Status, iterator: Any, like: Any) -> Any:
+    def _refuse(self, batch_status: status.Status, iterator: Any, like: Any) -> Any:
         """Raises why there is no step; what it returns is never computed, and is like what the step returns."""
-        with tf.control_dependencies(status.why_not(told)):
+        with tf.control_dependencies(status.why_not(batch_status)):
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.
             drawn = tf.nest.flatten(_tf.next_or_error(iterator), expand_composites=True)
         with tf.control_dependencies([t for t in drawn if isinstance(t, tf.Tensor)]):
             return tf.nest.map_structure(_never, like, expand_composites=True)
 
-    def _unless_wrong(self, told: status.Status, results: Any) -> Any:
-        with tf.control_dependencies(status.why_not(told)):
+    def _unless_wrong(self, batch_status: status.Status, results: Any) -> Any:
+        with tf.control_dependencies(status.why_not(batch_status)):
             return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
 

@@ -113,4 +113,15 @@ def _gathered(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(strings, tf.concat([[-1], tf.shape(tensor)[1:]], 0))
 
 
+def of_first(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of the first worker, of any shape there, in place of this worker's."""
+    if ring.control.world_size == 1 or tensor.dtype in (tf.variant, tf.resource):
+        return tensor
+    flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
+    sizes = ring.control_ops.gather_over_workers(tf.stack([tf.size(flat), tf.size(shape)])[None], 0, name=_NAME)
+    every, shapes = _gathered(ring, flat), _gathered(ring, shape)
+    found = tf.reshape(every[: sizes[0, 0]], shapes[: sizes[0, 1]])
+    return tf.ensure_shape(found, tensor.shape)
+
+
 _BYTES = np.array([bytes([byte]) for byte in range(256)], dtype=object)

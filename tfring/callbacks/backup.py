@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from tfring._keras import place, randomness
-from tfring._keras.callbacks import RunsLast
+from tfring._keras import randomness, resume
+from tfring._keras.callbacks import LateCallback
 from tfring._keras.seam import ring_of_model
 from tfring._keras.trainer import build_by_step, forget_first_state
 from tfring.callbacks import files, random_states, variables
@@ -34,7 +34,7 @@ _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
 _NOT_SAVED = 128 + signal.SIGTERM  # what a process ends with that SIGTERM stopped before it had saved
 
 
-class Backup(RunsLast, keras.callbacks.Callback):
+class Backup(LateCallback, keras.callbacks.Callback):
     """Keeps a `fit` in a folder, and lets the same program go on from there after it was stopped or killed.
 
     On as many workers as before, training ends with the same weights, bit for bit, as if it had never been
@@ -292,9 +292,9 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if self._finished:
             self._say(f"this training has ended already; remove {self._folder} to train from the start")
             return
-        place.resume_training(self._executions, self._logs)
+        resume.training(self._executions, self._logs)
         states = self._of_rank(state["random"])
-        if not place.draws_from_python():  # else they are where drawing again leaves them
+        if not resume.draws_from_python():  # else they are where drawing again leaves them
             random_states.give(states)
         if states["keras"] is not None:
             randomness.give_global_seed(ring, states["keras"])
@@ -362,7 +362,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._validations_to_pass:
-            place.resume_validation(self.model, self._validations_to_pass)
+            resume.validation(self.model, self._validations_to_pass)
             self._validations_to_pass = []
         self._validations.append(0)
 

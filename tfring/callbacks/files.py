@@ -7,7 +7,7 @@
       7.npy, ...                          of arrays that the first file does not have; its state.json says which part
 
 A file is written beside, brought to the disk, then renamed; the first one last. The zip format has a CRC-32 of each
-member, and its table of contents at the end of the file; so a file that is cut or changed is told from a whole one.
+member, and its table of contents at the end of the file; so a file that is cut or changed is recognized.
 Names of shards are drawn each time, so that those of two backups after the same step are not mixed.
 """
 

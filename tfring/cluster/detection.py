@@ -93,6 +93,7 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
     if found is None:
         torchrun.check_not_half(environ)
         kubernetes.warn_if_alone(environ)
+        slurm.warn_if_alone(environ)
         return Cluster.alone()
     return meeting.meet(found.overridden(environ)) if isinstance(found, UnresolvedCluster) else found
 

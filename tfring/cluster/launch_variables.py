@@ -35,14 +35,25 @@ SERVER = "TFRING_SERVER"
 
 # A pipe, by descriptor and inode, into which a worker writes once it takes its place.
 TAKEN = "TFRING_TAKEN_FD"
-LOST = b"l"  # written there at its end: an error ends it because another rank has ended
-_said: set[tuple[str, bytes]] = set()
+_written: set[tuple[str, bytes]] = set()
+
+
+class Note:
+    """The bytes that a worker or server writes there, each with a meaning for the launcher."""
+
+    STARTED = b"1"
+    SURVIVABLE = b"a"  # the other workers go on if this one is lost (asynchronous parameter servers)
+    JOINED = b"j"  # the same worker, once all servers have accepted it
+    RESTORABLE = b"s"  # a server that goes on from a snapshot once it is restarted
+    REPLICATED = b"r"  # a server whose replica goes on without it, and fills it once it is restarted
+    PEER_LOST = b"l"  # at its end: an error ends it because another rank has ended
+
 
 # Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
 RESTART = "TFRING_RESTART"
 DATA_SEED = "TFRING_DATA_SEED"
 MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each worker of asynchronous parameter servers, by itself
-PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was told to stop, and has saved what it can go on from
+PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was asked to stop, and has saved what it can go on from
 
 NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
 ALL = (*NEEDED, LISTEN_FD)
@@ -91,8 +102,8 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
             f"This process is parameter server {SERVER}={environ[SERVER]} of `tfring launch --servers`, and a "
-            "parameter server is no worker. Make a tfring.ParameterServerStrategy(), where a server serves, before "
-            "what looks for a ring here."
+            "parameter server is no worker. Make a tfring.ParameterServerStrategy() in place of RingStrategy(), or "
+            "leave out --servers."
         )
     values = {name: config.read(name, environ) for name in ALL}
     found = {name: environ[name] for name in ALL if values[name] is not None}
@@ -122,28 +133,28 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     return cluster
 
 
-def say_taken(what: bytes = b"1") -> None:
-    """Lets the launcher know that its program joins the ring: a program that never does trains alone.
+def notify_launcher(note: bytes = Note.STARTED) -> None:
+    """Notifies the launcher that its program joins the ring: a program that never does trains alone.
 
-    At its end it says whether it ends because it has lost another rank.
+    At its end it also notifies the launcher if it ends because another rank was lost.
 
     Args:
-        what: What is said; once.
+        note: A Note, which is written once.
     """
     text = os.environ.get(TAKEN, "")
-    if (text, what) not in _said:
-        _said.add((text, what))
-        _say(text, what)
-        _say_at_exit(text, os.getpid())
+    if (text, note) not in _written:
+        _written.add((text, note))
+        _write_note(text, note)
+        _notify_at_exit(text, os.getpid())
 
 
 @functools.cache
-def _say_at_exit(text: str, process: int) -> None:
-    def say() -> None:
+def _notify_at_exit(text: str, process: int) -> None:
+    def notify() -> None:
         if os.getpid() == process and _has_lost_another(getattr(sys, "last_value", None)):
-            _say(text, LOST)
+            _write_note(text, Note.PEER_LOST)
 
-    atexit.register(say)
+    atexit.register(notify)
 
 
 def _has_lost_another(error: BaseException | None) -> bool:
@@ -156,12 +167,12 @@ def _has_lost_another(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _say(text: str, what: bytes) -> None:
+def _write_note(text: str, note: bytes) -> None:
     fd, _, inode = text.partition(":")
     with contextlib.suppress(OSError, ValueError):
         about = os.fstat(int(fd))
         if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
-            os.write(int(fd), what)
+            os.write(int(fd), note)
             os.set_inheritable(int(fd), False)
 
 
@@ -173,7 +184,7 @@ def release_listener(cluster: Cluster) -> Cluster:
     """
     if cluster.listen_fd is None:
         return cluster
-    say_taken()
+    notify_launcher()
     listener.Listener.close_at(cluster.listen_fd)
     os.close(cluster.listen_fd)
     if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):

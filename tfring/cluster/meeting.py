@@ -76,12 +76,16 @@ class _Meeting:
         self.network = bool(self.key) or not one_host
         self.secret: str | None = None  # where the source shares it
         self.process = secrets.token_hex(16)
-        self.ports = [unresolved.port] if unresolved.port else ports.candidates(f"{unresolved.source} {unresolved.job}")
+        self.ports, self.remedy = ports.candidates(f"{unresolved.source} {unresolved.job}"), None
+        if unresolved.port:
+            self.remedy = f"Name another one, on all ranks:\n  export TFRING_PORT={self.ports[0]}"
+            self.ports = [unresolved.port]
 
     def run(self) -> Cluster:
         if self.unresolved.rank == 0:
             self._check_host()
-            tcp = ports.open_listener(None if self.unresolved.share else self.ports, loopback=self.loopback)
+            among = None if self.unresolved.share else self.ports
+            tcp = ports.open_listener(among, loopback=self.loopback, remedy=self.remedy)
         else:
             tcp = ports.open_listener(loopback=self.loopback, avoid=self.ports)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
@@ -51,6 +52,17 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
         host="127.0.0.1" if len(nodes) == 1 else nodes[0],
         remedy="" if len(nodes) == 1 else "Name rank 0's host:\n  export TFRING_RENDEZVOUS=node1",
     )
+
+
+def warn_if_alone(environ: Mapping[str, str]) -> None:
+    """Warns in a batch script, or the shell of `salloc`, of several tasks: `srun` was forgotten, or one is meant."""
+    tasks = environ.get("SLURM_NTASKS", "")
+    if in_allocation(environ) and tasks.isdecimal() and int(tasks) > 1:
+        warnings.warn(
+            f"This process trains alone: it is in SLURM job {environ[JOB_ID]}, which has {tasks} tasks, but in no step "
+            "of it. To train on all tasks, start the program by `srun python train.py` or `tfring launch train.py`.",
+            stacklevel=3,
+        )
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:

@@ -1,5 +1,5 @@
 """Gives each replica its share of every global batch."""
 
-from tfring.data.pipeline import share
+from tfring.data.plan import share
 
 __all__ = ["share"]

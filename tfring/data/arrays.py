@@ -30,7 +30,7 @@ class InPlace(NamedTuple):
 
     Attributes:
       head: A copy of the elements before the first aligned address, less than 64 bytes.
-      body: All behind them, in the array's own memory.
+      body: All after them, in the array's own memory.
       like: Of the array's shape but for the first dimension, which is 0.
     """
 
@@ -60,7 +60,7 @@ class ArrayBatches:
     """The batches of arrays, in an order that all ranks draw alike.
 
     Args:
-      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the rows of each batch of a pass, -1 behind the last
+      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the rows of each batch of a pass, -1 after the last
         where a batch has fewer.
       drawn: Returns the dataset of the rows of each batch, for any number of passes.
       arrays: In any structure.
@@ -97,7 +97,7 @@ class ArrayBatches:
         return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
 
     def next_pass(self) -> tf.data.Dataset:
-        """Returns the dataset of `(indices, arrays)` of the next pass, as `shares.CutByNumber` takes them."""
+        """Returns the dataset of `(indices, arrays)` of the next pass, as `shares.GatherRows` takes them."""
         indices = tf.data.Dataset.from_tensor_slices(self._of_pass(next(self._num_passes)))
         return tf.data.Dataset.zip((indices, self._repeated)).with_options(self._dataset_options)
 

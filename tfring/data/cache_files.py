@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import _tf
+from tfring.data.plan import plan_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, ring_of_process
 
@@ -47,5 +47,4 @@ def _suffix(ring: Ring) -> str:
 
 def _files(dataset: tf.data.Dataset) -> list[str]:
     """Returns the files, or "", of the caches in a pipeline."""
-    steps = map(_tf.dataset_step, _tf.pipeline(dataset))
-    return [step.arguments["filename"] for step in steps if step.kind == "cache"]
+    return [step.arguments["filename"] for step in plan_of(dataset).steps if step.kind == "cache"]

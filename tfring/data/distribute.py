@@ -10,9 +10,9 @@ import tensorflow as tf
 from tfring import _tf
 from tfring.data import cache_files
 from tfring.data.arrays import ArrayBatches
-from tfring.data.chance import reached_by_chance
 from tfring.data.own_batches import split_own_batches
-from tfring.data.shares import Cut, Drawn, Shares, draw, single_shares
+from tfring.data.plan import plan_of
+from tfring.data.shares import Cut, Shares, WorkerDataset, single_shares, worker_dataset
 from tfring.errors import MismatchError
 from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring
@@ -39,7 +39,7 @@ def distribute(
     cache_files.check(ring, dataset)
     cardinality = agreed_cardinality(ring.world, int(dataset.cardinality()))
     _compare_seeds(ring.world, _digest_of_seeds(ring.world, dataset))
-    shares = single_shares(dataset, *_place(ring))
+    shares = single_shares(dataset, *_replica_layout(ring))
     if options is None and len(ring.devices) == 1 and ring.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
     workers = _tf.workers_by_options(ring.strategy.extended, options)
@@ -71,44 +71,39 @@ def distribute_for_keras(
         if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
-    kept = vars(dataset).get("_tfring_kept")
-    if kept is None or kept.ring is not ring or kept.ahead != ahead:
-        kept = vars(dataset)["_tfring_kept"] = _Kept(ring, dataset, ahead)
-    return kept.distributed()
+    if isinstance(dataset, ArrayBatches):
+        made = _make(ring, dataset, ahead)
+    else:
+        made = plan_of(dataset).kept(("distributed", ring, ahead), lambda: _make(ring, dataset, ahead))
+    distributed, cardinality, seeds = made
+    if not ring.is_alone:
+        _compare_seeds(ring.world, seeds)
+        _tf.set_cardinality(distributed, agreed_cardinality(ring.world, cardinality))
+    return distributed
 
 
-class _Kept:
-    """The parts into which a dataset is taken for Keras' steps."""
-
-    def __init__(self, ring: Ring, dataset: tf.data.Dataset | ArrayBatches, ahead: int) -> None:
-        self.ring, self.ahead = ring, ahead
-        self._cardinality = int(dataset.cardinality())
-        self._seeds: int | None = None
+def _make(
+    ring: Ring, dataset: tf.data.Dataset | ArrayBatches, ahead: int
+) -> tuple[tf.distribute.DistributedDataset, int, int | None]:
+    """Returns the distributed dataset, its length on this rank, and the digest of its seeds if ranks compare them."""
+    cardinality, seeds = int(dataset.cardinality()), None
+    if not isinstance(dataset, ArrayBatches):
+        cache_files.check(ring, dataset)
+    rank, replicas, world_size = _replica_layout(ring)
+    drawn: Any = dataset
+    if ring.is_alone:
+        pass
+    elif is_sliced(dataset):
         if not isinstance(dataset, ArrayBatches):
-            cache_files.check(ring, dataset)
-        rank, replicas, world_size = _place(ring)
-        drawn: Any = dataset
-        if ring.is_alone:
-            pass
-        elif is_sliced(dataset):
-            if not isinstance(dataset, ArrayBatches):
-                self._seeds = _digest_of_seeds(ring.world, dataset)
-            several = ring.cluster.world_size > 1
-            drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
-            if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
-                drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
-        else:
-            drawn, self._cardinality = split_own_batches(dataset, replicas, world_size)
-        workers = _tf.workers_of_one_iterator(ring.strategy.extended)
-        self._distributed = _distributed(drawn, workers, ring, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
-
-    def distributed(self) -> tf.distribute.DistributedDataset:
-        """Returns the distributed dataset, once ranks agree on its length and on seeds."""
-        collectives = self.ring.world
-        if not self.ring.is_alone:
-            _compare_seeds(collectives, self._seeds)
-            _tf.set_cardinality(self._distributed, agreed_cardinality(collectives, self._cardinality))
-        return self._distributed
+            seeds = _digest_of_seeds(ring.world, dataset)
+        several = ring.cluster.world_size > 1
+        drawn = worker_dataset(dataset, rank, replicas, world_size, compare=several, by_number=True)
+        if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
+            drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
+    else:
+        drawn, cardinality = split_own_batches(dataset, replicas, world_size)
+    workers = _tf.workers_of_one_iterator(ring.strategy.extended)
+    return _distributed(drawn, workers, ring, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality), cardinality, seeds
 
 
 def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
@@ -121,10 +116,10 @@ def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
 
 def _digest_of_seeds(collectives: Collectives, dataset: tf.data.Dataset) -> int | None:
     """Returns a digest of the seeds of shuffles if random numbers reach all that ranks would compare of rows."""
-    if not tf.executing_eagerly() or collectives.world_size == 1 or not all(reached_by_chance(dataset)):
+    plan = plan_of(dataset)
+    if not tf.executing_eagerly() or collectives.world_size == 1 or not all(plan.depends_on_randomness):
         return None
-    seeds = _tf.seeds_of(dataset)
-    return int.from_bytes(hashlib.blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(repr(plan.seeds).encode(), digest_size=7).digest(), "little")
 
 
 def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
@@ -161,22 +156,22 @@ def _policy(dataset: tf.data.Dataset | ArrayBatches) -> tf.data.experimental.Aut
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def _place(ring: Ring) -> tuple[int, int, int]:
+def _replica_layout(ring: Ring) -> tuple[int, int, int]:
     """Returns this worker's number among those whose rows differ, replicas a worker, and the number of such workers."""
     return ring.control.rank, len(ring.devices), ring.control.world_size
 
 
 def _distributed(
-    drawn: tf.data.Dataset | Drawn,
+    drawn: tf.data.Dataset | WorkerDataset,
     input_workers: Any,
     ring: Ring,
     options: tf.distribute.InputOptions | None,
     cardinality: int,
 ) -> tf.distribute.DistributedDataset:
-    dataset = drawn.dataset if isinstance(drawn, Drawn) else drawn
+    dataset = drawn.dataset if isinstance(drawn, WorkerDataset) else drawn
     if not ring.is_alone or ring.updater is not None:  # others wait at the end of an epoch, or the job
         dataset = _untuned(dataset)
-    if isinstance(drawn, Drawn):
+    if isinstance(drawn, WorkerDataset):
         specs = drawn.element_spec(), drawn.shares_spec()
         return _tf.distributed_dataset(
             dataset, input_workers, ring.strategy, options, cardinality,

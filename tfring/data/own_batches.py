@@ -11,8 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.data.constants import constants_of
-from tfring.data.pipeline import as_element
+from tfring.data.plan import as_element, plan_of
 from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, with_equal_rows
 from tfring.data.shares import Shares
 
@@ -28,7 +27,7 @@ def split_own_batches(
       world_size: number of workers.
     """
     options = dataset.options()
-    constants = constants_of(dataset)
+    constants = plan_of(dataset).constants
 
     @tf.autograph.experimental.do_not_convert
     def cut(*components: Any) -> tf.data.Dataset:

@@ -28,7 +28,7 @@ class Records:
       paths: of the files.
       indices: of each file int64 `[records, 3]`: where each begins, its length, the checksum of its data.
       reads: the dataset that reads the files, whose order of them is kept.
-      steps: the datasets between the names of the files and `reads`, as of `pipeline.Pipeline`.
+      steps: the steps between the names of the files and `reads`.
     """
 
     def __init__(self, paths: list[bytes], indices: list[np.ndarray], reads: tf.data.Dataset, steps: list) -> None:
@@ -55,20 +55,8 @@ class Records:
         return ops.read_records(self._paths, self._sizes, tf.gather(self._places, numbers))
 
 
-def records_of(dataset: tf.data.Dataset) -> Records | None:
-    """Returns the records that a dataset reads; None if it reads none, or they cannot be read by their places.
-
-    Args:
-      dataset: one whose last step reads files.
-    """
-    kept = vars(dataset)
-    if "_tfring_records" not in kept:
-        kept["_tfring_records"] = _found(dataset)
-    return kept["_tfring_records"]
-
-
-def _found(dataset: tf.data.Dataset) -> Records | None:
-    step = _tf.dataset_step(dataset)
+def records_of(step: _tf.DatasetStep) -> Records | None:
+    """Returns the records that a step reads; None if it reads none, or they cannot be read by their places."""
     if step.kind != "records" or not library.OPS.exists():
         return None
     steps, files = _tf.last_steps(step.arguments["files"], lambda step: step.kind in _STEPS)
@@ -87,7 +75,7 @@ def _found(dataset: tf.data.Dataset) -> Records | None:
 
 
 def _described(path: bytes, index: np.ndarray) -> list[str]:
-    """Returns what is told of a file, and what ranks compare: all lengths and checksums."""
+    """Returns a description of a file, and what ranks compare: all lengths and checksums."""
     name = b"/".join(path.split(b"/")[-2:]).decode(errors="replace")
     digest = xxhash.xxh3_64(index[:, 1:].tobytes()).hexdigest()
     return [f"{len(index)} records of {int(index[:, 1].sum())} bytes in {name}, digest {digest}", digest]

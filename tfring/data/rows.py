@@ -124,7 +124,7 @@ def spec_of_any_rows(spec: Any, constants: Sequence[bool]) -> Any:
 
 
 def forget_rows(element: Any, constants: Sequence[bool]) -> Any:
-    """Returns the element whose rows are counted when it is drawn, so that the constants are told from them.
+    """Returns the element whose rows are counted when it is drawn, so that constants are distinguished from them.
 
     Args:
       element: a batch.
@@ -161,7 +161,7 @@ def _begins(rows: Any, first: Any, after: Any, num_replicas: Any) -> tuple[Any, 
     return rows * first // num_replicas, rows * after // num_replicas
 
 
-class Place(NamedTuple):
+class ReplicaRange(NamedTuple):
     """Numbers the replicas of this worker among all."""
 
     first: int

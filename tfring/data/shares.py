@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
 from tfring.data.arrays import ArrayBatches, beside, rows_of_tensors
-from tfring.data.chance import reached_by_chance
-from tfring.data.constants import constants_of
+from tfring.data.plan import plan_of
 from tfring.data.rows import (
-    Place,
+    ReplicaRange,
     bounds,
     cut_rows,
     forget_rows,
@@ -40,10 +39,10 @@ class Shares(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Cuts elements of a `Drawn` into `Shares`. Hashable: what is traced with one serves datasets with an equal one.
+    """Cuts elements of a `WorkerDataset` into `Shares`. Hashable: a function traced with one serves an equal one.
 
     Attributes:
-      place: The replicas of this worker.
+      replica_range: The replicas of this worker.
       constants: A bool for each component of a batch, whether it is a constant beside the rows.
       compare: Whether a fingerprint of the batch is taken here.
       left_out: A bool for each component, whether the fingerprint leaves it out; None if none is left out.
@@ -51,7 +50,7 @@ class Cut(NamedTuple):
       is_full: Whether the batch has the rows of all workers.
     """
 
-    place: Place
+    replica_range: ReplicaRange
     constants: tuple[bool, ...]
     compare: bool
     left_out: tuple[bool, ...] | None
@@ -62,7 +61,7 @@ class Cut(NamedTuple):
         """Returns the shares in an element.
 
         Args:
-          element: Of the `Drawn` dataset, with tensors of a graph.
+          element: Of the `WorkerDataset` dataset, with tensors of a graph.
           is_drawn: bool scalar, False where zeros stand for an element at the end of the data: it has no rows.
         """
         first: Any = 0
@@ -73,15 +72,15 @@ class Cut(NamedTuple):
             if self.is_full:
                 total = None  # maps of the whole batch may have changed it
             else:
-                first, _ = self.place.bounds(total)
+                first, _ = self.replica_range.bounds(total)
         else:
             batch, total, digest = element, None, tf.constant(0, tf.int64)
         batch = with_equal_rows(forget_rows(batch, self.constants))
         if self.compare:
             digest = fingerprint.of_batch(batch, self.left_out)
         total = num_rows(batch) if total is None else total
-        replicas = [self.place.first + i for i in range(self.place.replicas)]
-        cuts = [bounds(total, replica, self.place.num_replicas) for replica in replicas]
+        replicas = [self.replica_range.first + i for i in range(self.replica_range.replicas)]
+        cuts = [bounds(total, replica, self.replica_range.num_replicas) for replica in replicas]
         parts, rows = cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
         if is_drawn is not True:
             rows = tuple(tf.where(is_drawn, count, 0) for count in rows)
@@ -89,18 +88,18 @@ class Cut(NamedTuple):
         return Shares(parts, rows, digest)
 
 
-class CutByNumber(NamedTuple):
+class GatherRows(NamedTuple):
     """Makes `Shares` of `(indices, arrays)`: gathers the rows of each replica. Hashable, as `Cut`.
 
     Ranks have compared the arrays, all of them; so the fingerprint is that of the indices.
 
     Attributes:
-      place: The replicas of this worker.
+      replica_range: The replicas of this worker.
       constants: As of `Cut`; there are none.
       take: `take(arrays, indices)`, rows of the arrays; hashable.
     """
 
-    place: Place
+    replica_range: ReplicaRange
     constants: tuple[bool, ...]
     take: Callable[[Any, tf.Tensor], Any]
 
@@ -108,7 +107,7 @@ class CutByNumber(NamedTuple):
         """Returns the shares in an element.
 
         Args:
-          element: int64 `[n]`, the rows of a batch, -1 behind the last; and the arrays, in any structure. At the end of
+          element: int64 `[n]`, the rows of a batch, -1 after the last; and the arrays, in any structure. At the end of
             the data there are no indices.
           is_drawn: As of `Cut`.
         """
@@ -117,8 +116,8 @@ class CutByNumber(NamedTuple):
         with tf.device("CPU:0"):  # where the arrays are
             total = tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
             digest = fingerprint.above_zero(tf.squeeze(fingerprint.of_digests(indices), 0))
-            for replica in range(self.place.first, self.place.first + self.place.replicas):
-                begin, end = bounds(total, replica, self.place.num_replicas)
+            for replica in range(self.replica_range.first, self.replica_range.first + self.replica_range.replicas):
+                begin, end = bounds(total, replica, self.replica_range.num_replicas)
                 rows.append(end - begin)
                 begin = tf.minimum(begin, total - 1)  # a row of another's where there is none
                 parts.append(self.take(arrays, indices[begin : tf.maximum(end, begin + 1)]))
@@ -128,7 +127,7 @@ class CutByNumber(NamedTuple):
         return Shares(tuple(parts), tuple(rows), digest)
 
 
-class Drawn(NamedTuple):
+class WorkerDataset(NamedTuple):
     """A dataset as a worker draws it, and what makes shares of its elements.
 
     Attributes:
@@ -136,24 +135,24 @@ class Drawn(NamedTuple):
         numbers of its rows, with the arrays beside them.
       cut: Makes `Shares` of an element.
       spec: Of the batches.
-      next_pass: Returns the dataset of each iterator behind the first; None where `dataset` serves all.
+      next_pass: Returns the dataset of each iterator after the first; None where `dataset` serves all.
     """
 
     dataset: tf.data.Dataset
-    cut: Cut | CutByNumber
+    cut: Cut | GatherRows
     spec: Any
     next_pass: Callable[[], tf.data.Dataset] | None = None
 
     def element_spec(self) -> Any:
         """Returns the spec of the elements, with any number of rows, so that steps are traced once for all."""
-        if isinstance(self.cut, CutByNumber):
+        if isinstance(self.cut, GatherRows):
             return spec_of_any_rows(self.dataset.element_spec, _no_constants(self.dataset.element_spec))
         batch = spec_of_any_rows(self.spec, self.cut.constants)
         return (tf.TensorSpec([None, 2], tf.int64), batch) if self.cut.is_beside else batch
 
     def shares_spec(self) -> Shares:
         """Returns the spec of the shares."""
-        replicas = self.cut.place.replicas
+        replicas = self.cut.replica_range.replicas
         part = spec_of_any_rows(self.spec, self.cut.constants)
         count = tf.TensorSpec([], tf.int64)
         return Shares((part,) * replicas, (count,) * replicas, count)
@@ -169,7 +168,7 @@ class Drawn(NamedTuple):
         return self.dataset.map(cut)
 
 
-def draw(
+def worker_dataset(
     dataset: tf.data.Dataset | ArrayBatches,
     rank: int,
     replicas_per_worker: int,
@@ -177,7 +176,7 @@ def draw(
     *,
     compare: bool | None = None,
     by_number: bool = False,
-) -> Drawn:
+) -> WorkerDataset:
     """Returns what one worker draws of a dataset of global batches.
 
     Args:
@@ -188,7 +187,7 @@ def draw(
       world_size: Number of workers.
       compare: Whether other workers draw the same batches, which are compared by their fingerprints. Defaults to
         whether there are several.
-      by_number: Whether workers have compared `pipeline.arrays_of(dataset)`, whose numbers then stand for the rows.
+      by_number: Whether workers have compared `plan_of(dataset).arrays`, whose numbers then stand for the rows.
         Defaults to False.
 
     Raises:
@@ -196,26 +195,27 @@ def draw(
       ConfigurationError: If `share` made the batches and what follows cannot be done on this worker's rows alone.
     """
     num_replicas = replicas_per_worker * world_size
-    place = Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
+    replica_range = ReplicaRange(rank * replicas_per_worker, replicas_per_worker, num_replicas)
     if isinstance(dataset, ArrayBatches):
         spec = dataset.spec()
-        cut = CutByNumber(place, _no_constants(spec), dataset.take)
-        return Drawn(dataset.next_pass(), cut, spec, dataset.next_pass)
+        cut = GatherRows(replica_range, _no_constants(spec), dataset.take)
+        return WorkerDataset(dataset.next_pass(), cut, spec, dataset.next_pass)
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
-    constants = tuple(constants_of(dataset))
-    parts = pipeline.take_apart(dataset, by_number=by_number) if compare else None
+    plan = plan_of(dataset)
+    parts = plan.batching(by_number=by_number) if compare else None
     if parts is None:
-        pipeline.check_share(dataset)
-        left_out = tuple(reached_by_chance(dataset)) if compare else None
-        return Drawn(dataset, Cut(place, constants, compare, left_out, False, True), dataset.element_spec)
+        plan.check_share()
+        left_out = plan.depends_on_randomness if compare else None
+        whole = Cut(replica_range, plan.constants, compare, left_out, is_beside=False, is_full=True)
+        return WorkerDataset(dataset, whole, dataset.element_spec)
     if parts.has_numbers_alone:
         numbers = pipeline.batches_of_numbers(parts).with_options(dataset.options())
-        cut = CutByNumber(place, _no_constants(dataset.element_spec), rows_of_tensors)
-        return Drawn(beside(parts.arrays, numbers), cut, dataset.element_spec)
-    own = pipeline.own_batches(parts, place).with_options(dataset.options())
+        cut = GatherRows(replica_range, _no_constants(dataset.element_spec), rows_of_tensors)
+        return WorkerDataset(beside(parts.arrays, numbers), cut, dataset.element_spec)
+    own = pipeline.own_batches(parts, replica_range).with_options(dataset.options())
     own._tfring_dataset = dataset  # whatever its functions hold has to live as long
-    return Drawn(own, Cut(place, constants, False, None, True, parts.whole), dataset.element_spec)
+    return WorkerDataset(own, Cut(replica_range, plan.constants, False, None, True, parts.whole), dataset.element_spec)
 
 
 def single_shares(
@@ -224,7 +224,7 @@ def single_shares(
     """Returns a dataset of single shares, for `tf.distribute`'s own iterators: an element a replica of each batch."""
     if replicas_per_worker * world_size == 1:
         return dataset
-    drawn = draw(dataset, rank, replicas_per_worker, world_size)
+    drawn = worker_dataset(dataset, rank, replicas_per_worker, world_size)
     shares = drawn.shares().prefetch(2)
 
     def own(part: Any, rows: tf.Tensor) -> Any:

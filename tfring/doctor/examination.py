@@ -72,7 +72,7 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
         said = detection.find(os.environ) if roles is None else roles.cluster_of_all()
         rank = said.rank if said is not None else 0
         cluster = detect() if roles is None else roles.cluster_of_all()
-        launch_variables.say_taken()
+        launch_variables.notify_launcher()
         num_servers = 0 if roles is None else len(roles.servers)
         listener = Listener.of(cluster) if cluster.world_size > 1 else None
     except TfringError as error:
@@ -289,7 +289,7 @@ class _Asking:
 
 
 class _Answering:
-    """The part of every other rank: answers on whatever connection there is to rank 0, until told to end."""
+    """The part of every other rank: answers on whatever connection there is to rank 0, until rank 0 ends it."""
 
     def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:
         self._cluster = cluster

@@ -63,7 +63,7 @@ def tensorflow_version() -> str | None:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Names and addresses of this host's interfaces, with their speed (None where it is not told) and MTU.
+    """Names and addresses of this host's interfaces, with their speed (None if unknown) and MTU.
 
     >>> [each["mtu"] > 0 for each in interfaces() if each["name"] == "lo"][:1]
     [True]

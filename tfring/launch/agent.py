@@ -176,7 +176,7 @@ class _Agent:
                     self._drain(rank, started)
                     del self._processes[rank]
                     with contextlib.suppress(OSError):
-                        _tell(wire.pack("ended", rank=rank, code=code, said=_said(started)))
+                        _tell(wire.pack("ended", rank=rank, code=code, said=_notes_of(started)))
 
     def _drain(self, rank: int, started: worker.Started) -> None:
         """Reads what a worker has printed before its end is reported; its children may hold the streams open longer."""
@@ -217,7 +217,7 @@ class _Agent:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
 
 
-def _said(started: worker.Started) -> str:
+def _notes_of(started: worker.Started) -> str:
     """Returns what a worker has said of its place."""
     os.set_blocking(started.taken, False)  # what it has started may hold the other end
     said = b""

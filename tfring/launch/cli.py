@@ -21,7 +21,7 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import completion, exit_codes, job_file, plan, remote, texts
+from tfring.launch import exit_codes, job_file, plan, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, ask_script, num_workers, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
@@ -32,6 +32,7 @@ _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that
 _BENCH_FAILED = 2  # rank 0 has said why
 _TEST_FAILED = 1  # the rank has said why
 _AUTO = "auto"
+_SHELLS = ("bash", "zsh")
 _NO_RESTARTS = Limits(max_restarts=0)
 _WHERE = ("n", "hosts", "hostfile", "hosts_from")  # one of them on the command line overrides all of them in a file
 _VARIABLE_OF = {  # options that set a variable, for the launcher and all workers
@@ -290,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         description=texts.COMPLETION_HELP,
         epilog=texts.COMPLETION_EXAMPLES,
     )
-    completion_of.add_argument("shell", nargs="?", choices=completion.SHELLS, help="the shell")
+    completion_of.add_argument("shell", nargs="?", choices=_SHELLS, help="the shell")
     return parser
 
 
@@ -313,7 +314,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     error = arguments.parser.error
     if arguments.module is not None:
         if not arguments.module or arguments.module[0].startswith("-"):
-            error("-m takes the name of a module, with its arguments behind it")
+            error("-m takes the name of a module, with its arguments after it")
         command = ["-m", *arguments.module]
     elif not arguments.script:
         error("name a script or a module to run: tfring launch -n 2 train.py")
@@ -329,6 +330,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         if not arguments.workdir and not os.path.exists(script):
             left_out = f". Leave out {script!r}" if os.path.basename(script).startswith("python") else ""
             error(f"no such script: {script!r} (from {os.getcwd()}){left_out}")
+        if not arguments.workdir and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+            error(f"a folder without __main__.py is no program: {script!r}. Give a script in it")
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
     try:
@@ -435,8 +438,16 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _completion(arguments: argparse.Namespace) -> int:
     if arguments.shell is None:
-        arguments.parser.error(f"name a shell: {' or '.join(completion.SHELLS)}")
-    print(completion.script(_parser(), arguments.shell), end="")
+        arguments.parser.error(f"name a shell: {' or '.join(_SHELLS)}")
+    import shtab
+
+    parser = _parser()
+    by_metavar = {"FILE": shtab.FILE, "SCRIPT": shtab.FILE, "DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY}
+    for of in (parser, *_commands(parser).values()):
+        for action in of._actions:
+            if action.metavar in by_metavar:
+                action.complete = by_metavar[action.metavar]
+    print(shtab.complete(parser, arguments.shell))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Exit codes of `tfring launch` and its agents, beside those of the program; docs/clusters.md lists all."""
+"""Exit codes of `tfring launch` and its agents, beside those of the program; docs/launcher.md lists all."""
 
 WRONG_OPTIONS = 2
 INTERNAL_FAULT = 70  # EX_SOFTWARE

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables
+from tfring.cluster.launch_variables import Note
 from tfring.errors import ConfigurationError
 from tfring.launch import exit_codes, frames, processes, tracebacks
 from tfring.launch.guard import STOP_SIGNALS
@@ -39,15 +40,8 @@ _SAME_ERROR_SECONDS = 1.0  # how long the others may take, from the first traceb
 _RAISED = 1  # the exit code of Python where no one catches an error
 _MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; else it is not what ended it
 
-_GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
-
-_COMES_BACK = b"s"  # what a server has said that goes on from a snapshot, once it is started again
-_IS_REPLICATED = b"r"  # and one without which another goes on, and that is filled once it is started again
-
-_JOINED = b"j"  # what a worker of asynchronous servers has said once they have all taken it
-
-_ALONE_SECONDS = 60.0  # after which a job without a ring is told so; again at its end
-_FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
+_ALONE_SECONDS = 60.0  # after which a warning says that the job has no ring; again at its end
+_CLOSE_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
 _BACKLOG = 128  # connections that wait for a worker
 _MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
@@ -161,7 +155,7 @@ class Job:
             first += host.num_workers
         self._selector = selectors.DefaultSelector()
         self._taken: dict[int, int] = {}  # by rank: pipes by which workers here report that they joined the ring
-        self._said: dict[int, bytes] = {}  # by rank: what they have reported there
+        self._notes: dict[int, bytes] = {}  # by rank: what they have reported there
         self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
@@ -198,7 +192,7 @@ class Job:
                 while any(worker.exit_code is None for worker in self._workers):
                     self._turn()
                 self._decide()
-                self._part_from_hosts()
+                self._close_hosts()
         except BrokenPipeError:  # `tfring launch ... | head`
             self._stop_code = 128 + signal.SIGPIPE
         except _CannotStartError as error:
@@ -266,7 +260,7 @@ class Job:
         )
         self._replaced.append(worker)
         os.close(self._taken.pop(rank))
-        self._said.pop(rank, None)
+        self._notes.pop(rank, None)
         with self._reserved[rank] as listener:
             self._reserved[rank] = _bound(listener.getsockname()[1])
             listener.listen(_BACKLOG)
@@ -360,7 +354,7 @@ class Job:
                 worker = self._workers[message["rank"]]
                 (worker.out if message["stream"] == "out" else worker.err).take(data)
             elif kind == "ended":
-                self._said[message["rank"]] = message["said"].encode()
+                self._notes[message["rank"]] = message["said"].encode()
                 self._on_ended(self._workers[message["rank"]], message["code"])
 
     def _tell_addresses(self) -> None:
@@ -398,10 +392,10 @@ class Job:
     def _signal_elsewhere(self, host: RemoteHost, rank: int, signum: int) -> None:
         host.tell("signal", rank=rank, number=signum)
 
-    def _part_from_hosts(self) -> None:
+    def _close_hosts(self) -> None:
         for host in self._hosts:
             host.close()
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         for host in self._hosts:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.process.wait(max(0.0, deadline - time.monotonic()))
@@ -438,7 +432,7 @@ class Job:
     def _tell_alone(self) -> None:
         """Tells that no worker has joined a ring, which a program does before it trains."""
         self._tell_alone_at = None
-        if self._taken and not any([self._hear(rank) for rank in self._taken]):
+        if self._taken and not any([self._notes_of(rank) for rank in self._taken]):
             self._say(
                 f"after {_ALONE_SECONDS:.0f} s no ring was formed. If the program makes no tfring.RingStrategy, each "
                 f"of the {self._num_workers} processes trains alone."
@@ -474,7 +468,7 @@ class Job:
 
     def _on_ended(self, worker: Worker, code: int) -> None:
         worker.exit_code = code
-        worker.lost_a_peer = launch_variables.LOST in self._hear(worker.rank)
+        worker.lost_a_peer = Note.PEER_LOST in self._notes_of(worker.rank)
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()
@@ -521,7 +515,8 @@ class Job:
 
     def _goes_on_without(self, worker: Worker) -> bool:
         """Returns whether a worker is one whose loss the others survive."""
-        return worker.server is None and (worker.rank in self._restarts or _GOES_ON in self._hear(worker.rank))
+        is_back = worker.rank in self._restarts
+        return worker.server is None and (is_back or Note.SURVIVABLE in self._notes_of(worker.rank))
 
     def _comes_into_training(self, worker: Worker) -> bool:
         """Returns whether a worker that failed is started again: the others, if there are any, are not through."""
@@ -537,12 +532,12 @@ class Job:
         """Returns whether a server that failed is started again, or is not needed any more."""
         if worker.server is None:
             return False
-        restarts, said = self._restarts.get(worker.rank, 0), self._hear(worker.rank)
-        if _IS_REPLICATED in said:
+        restarts, said = self._restarts.get(worker.rank, 0), self._notes_of(worker.rank)
+        if Note.REPLICATED in said:
             self._replicated.add(worker.rank)
-        if worker.rank in self._replicated:  # one that ends by an error has told the others, which end too
+        if worker.rank in self._replicated:  # one that ends by an error has notified the others, which end too
             return (worker.exit_code or 0) < 0 or not self._is_training()
-        if not restarts and _COMES_BACK not in said:
+        if not restarts and Note.RESTORABLE not in said:
             return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
@@ -555,19 +550,19 @@ class Job:
             if worker.server is not None:
                 ends = not self._is_training()
             else:
-                ends = has_server_ended and _JOINED not in self._hear(worker.rank)
+                ends = has_server_ended and Note.JOINED not in self._notes_of(worker.rank)
                 if ends:
                     self._say(f"{worker.name} comes back too late: the servers have ended.")
             if ends:
                 worker.send_signal(signal.SIGTERM)
 
-    def _hear(self, rank: int) -> bytes:
+    def _notes_of(self, rank: int) -> bytes:
         """Returns what a worker on this host has said of its place."""
         if rank in self._taken:
             os.set_blocking(self._taken[rank], False)  # what a worker has left behind may hold the other end
             with contextlib.suppress(BlockingIOError):
-                self._said[rank] = self._said.get(rank, b"") + os.read(self._taken[rank], 16)
-        return self._said.get(rank, b"")
+                self._notes[rank] = self._notes.get(rank, b"") + os.read(self._taken[rank], 16)
+        return self._notes.get(rank, b"")
 
     def _another_may_be_first(self, worker: Worker) -> bool:
         """Returns True if one that still runs may have failed before: a traceback comes a while before the end."""
@@ -593,7 +588,7 @@ class Job:
     def _on_signals(self, fd: int) -> None:
         for signum in os.read(fd, 256):
             if signum == signal.SIGCHLD:
-                self._may_have_ended = True  # behind the last look: its byte was read here with that of another
+                self._may_have_ended = True  # after the last look: its byte was read here with that of another
                 continue
             self.asked_to_stop = True
             if self._stop_code is None:
@@ -660,29 +655,31 @@ class Job:
 
     def _collect_taken(self) -> bool:
         """Closes the pipes of workers on this host; returns whether any has joined the ring."""
-        said = [self._hear(rank) for rank in self._taken]
+        said = [self._notes_of(rank) for rank in self._taken]
         for fd in self._taken.values():
             os.close(fd)
         self._taken.clear()
         return any(said)
 
     def _report_failure(self, first: Worker) -> None:
+        alike = self._ended_alike(first)
+        others = [worker for worker in self._failed if worker is not first and worker not in alike]
         words, others_since = first.err.last_words()
-        if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
+        had_last_words = first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM)
+        is_last = bool(alike) and not others  # what is above is of these alone
+        if others_since and had_last_words and not is_last:
             for line in tracebacks.without_frames(words):
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
         which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:
             which = "was preempted, and has saved what a tfring.callbacks.Backup goes on from"
         text = f"{first.name} {which}: {_describe(first.exit_code)}."
-        alike = self._ended_alike(first)
         if alike:
             error = tracebacks.summary(first.error)
             text = f"{_ranks([first, *alike])} failed with the same error: {error}"
         early = [worker for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
-        others = [worker for worker in self._failed if worker is not first and worker not in alike]
         preempted = [worker for worker in others if worker.exit_code == launch_variables.PREEMPTED]
         if preempted:
             text += f" Also preempted: {_ranks(preempted)}."

@@ -279,7 +279,7 @@ class Stream:
         if traceback:
             self.traceback_at = time.monotonic()
             self._others_before_traceback = self._others_before_line
-            if drawn_over:  # it began behind a progress bar
+            if drawn_over:  # it began after a progress bar
                 line, drawn_over = line[traceback.start() :], False
         self.lines.append(line.rpartition(b"\r")[2])
         if not self._is_raw and not drawn_over:

@@ -32,6 +32,7 @@ def text(command: Sequence[str], hosts: Sequence[Host], num_workers: int, num_se
             lines.append(f"  by {there}, in {way.workdir}; threads and GPUs by what is there")
             passed_on = " ".join(sorted(way.environ))
             lines.append(f"  with {passed_on or 'no variable of this environment'}")
+            lines.append("  workers listen at ports that are free when they start (--interface, --port-range)")
         for local_rank in range(host.num_workers):
             variables = {} if hosts else _variables(local_rank, host.num_workers)
             shown = "".join(f" {name}={value}" for name, value in sorted(variables.items()))

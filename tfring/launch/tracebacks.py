@@ -1,4 +1,4 @@
-"""Tracebacks among what workers print: the same one of several ranks is shown once, and told in a line at the end."""
+"""Tracebacks among what workers print: one that several ranks share is shown once, and mentioned at the end."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Exchange:
         with tf.control_dependencies(self._check(asked, asked_of_each)):
             mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
         back = self._back(mine, asked_of_each)  # (3)
-        if running.active is not None and not running.is_whole:  # ids of a padding row get the zeros behind all others
+        if running.active is not None and not running.is_whole:  # ids of a padding row get the zeros after all others
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)
@@ -246,7 +246,7 @@ def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
 
 
 def _declared(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows of which the analysis is told what they are, and what their gradients are to be."""
+    """Returns rows marked for the analysis: what they are, and what their gradients have to be."""
     if not partition.is_noted():
         return rows
     rows = partition.expect_upstream(rows, "rows of gradients", "the gradient of rows that are looked up")

@@ -14,7 +14,7 @@ from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import ShardGroup
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
-from tfring.layers.same_rows import SameRows
+from tfring.layers.replicated_input_matmul import ReplicatedInputMatmul
 from tfring.layers.shards import ShardedWeights, check_sharded_arguments
 from tfring.ring.schedule import chunk_bounds
 
@@ -60,7 +60,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
             kernel_constraint=self._kernel_constraint,
             bias_constraint=self._bias_constraint,
         )
-        self._ranks: SameRows | None = None
+        self._ranks: ReplicatedInputMatmul | None = None
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         group = ShardGroup.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
@@ -74,7 +74,8 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 "cannot share equally. Use another number of heads or another mesh, or keras.layers.MultiHeadAttention."
             )
         self.supports_jit = False  # XLA has no collectives of a ring
-        self._ranks = SameRows(collectives, chunk_bounds(heads, collectives.world_size), f"attention {number}")
+        bounds = chunk_bounds(heads, collectives.world_size)
+        self._ranks = ReplicatedInputMatmul(collectives, bounds, f"attention {number}")
         key_shape = value_shape if key_shape is None else key_shape
 
         def heads_of(shape: Any, size: int, name: str, **options: Any) -> _Projection:
@@ -176,7 +177,7 @@ class _Projection(ShardedWeights, keras.layers.EinsumDense):
 class _Summed(_Projection):
     """Projects this worker's heads to outputs, and sums those over the workers; the bias is replicated."""
 
-    def __init__(self, *args: Any, ranks: SameRows, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ranks: ReplicatedInputMatmul, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
 

@@ -12,8 +12,8 @@ from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import ShardGroup, check_axis
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
-from tfring.layers.own_rows import OwnRows
-from tfring.layers.same_rows import SameRows
+from tfring.layers.data_parallel_matmul import DataParallelMatmul
+from tfring.layers.replicated_input_matmul import ReplicatedInputMatmul
 from tfring.layers.shards import ShardedWeights, check_sharded_arguments
 from tfring.ring.schedule import chunk_bounds
 
@@ -91,7 +91,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         self.gather_output = bool(gather_output)
         self.input_is_parallel = bool(input_is_parallel)
         self._check()
-        self._ranks: SameRows | OwnRows | None = None
+        self._ranks: ReplicatedInputMatmul | DataParallelMatmul | None = None
         self._features: int | None = None  # of all workers, where they are divided
         self._is_of_one_process = False  # the shape that it is built with
 
@@ -125,7 +125,8 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
             begin, end = bounds[collectives.rank]
             self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: end - begin})
         self._features = features
-        self._ranks = (SameRows if group.axis == "model" else OwnRows)(collectives, bounds, f"dense {number}")
+        matmul = ReplicatedInputMatmul if group.axis == "model" else DataParallelMatmul
+        self._ranks = matmul(collectives, bounds, f"dense {number}")
         return None
 
     def get_build_config(self) -> dict[str, Any] | None:
@@ -179,7 +180,11 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         return outputs if self.activation is None else self.activation(outputs)
 
     def _product(
-        self, ranks: SameRows | OwnRows, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None
+        self,
+        ranks: ReplicatedInputMatmul | DataParallelMatmul,
+        inputs: tf.Tensor,
+        kernel: tf.Tensor,
+        bias: tf.Tensor | None,
     ) -> tf.Tensor:
         """Returns `inputs @ kernel + bias` of the full kernel."""
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])

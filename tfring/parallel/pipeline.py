@@ -25,7 +25,7 @@ class Pipeline(keras.Model):
     """A model whose layers are distributed over the workers along the pipeline axis of a `tfring.RingStrategy`'s mesh.
 
     Each worker holds the weights and the optimizer's slots of its stage alone, and of sharded layers in that stage its
-    shards. A batch is cut into microbatches, which pass through the stages one behind the other; their gradients are
+    shards. A batch is cut into microbatches, which pass through the stages one after the other; their gradients are
     summed to that of the whole batch: `fit`, `evaluate` and `predict` compute what the model itself computes in one
     process, and all workers get the same logs and predictions. With one stage, or without a strategy, it is the model
     itself.

@@ -6,7 +6,7 @@ model:    in ─► a ─► b ─┬─► c ─► d ─► out          stage
 crossings of forward passes:   b: 0 ─► 1, 0 ─► 2    c: 1 ─► 2
 ```
 
-Calls follow the order of `model.layers`, in which a layer comes behind those it needs. A tensor goes from the
+Calls follow the order of `model.layers`, in which a layer comes after those it needs. A tensor goes from the
 stage that computes it straight to each that uses it. Inputs of the model are there on every stage.
 """
 
@@ -158,7 +158,7 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
 
 
 def functional_of(model: Any) -> keras.Model:
-    """The model as a functional one, whose calls can be told apart.
+    """The model as a functional one, whose calls can be distinguished.
 
     Raises:
       ConfigurationError: for other models than built Sequential and functional ones, with the methods of `keras.Model`.
@@ -220,7 +220,7 @@ def _nested_of(node: Any) -> keras.Model | None:
 
 
 def calls_of(model: keras.Model) -> list:
-    """The calls of operations that the outputs need, each behind those it needs, as Keras orders its layers."""
+    """The calls of operations that the outputs need, each after those it needs, as Keras orders its layers."""
 
     def node_of(tensor: Any) -> Any:
         operation, index, _ = tensor._keras_history
@@ -252,7 +252,7 @@ def _are_names(names: Any) -> bool:
 
 
 def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
-    """Returns the positions at which the stages behind the first begin."""
+    """Returns the positions at which the stages after the first begin."""
     if not _are_names(names):
         raise ConfigurationError(
             f"`stages` is {names!r}, not a list of the names of the layers with which the second stage begins, the "

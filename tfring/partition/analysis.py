@@ -118,9 +118,10 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
       DifferentReplicasError: where replicas of this process did not trace the same.
     """
     marked = needed_for(graph, marks.expected)
-    needed = marked | needed_for(graph, lambda op: op.op_def.is_stateful)
+    needed = marked | needed_for(graph, Definitions().is_stateful)
     twins = Twins(graph, needed)
     levels: dict[_Key, int] = {}
+    written_alike: set[Any] = set()
     for _ in range(_MOST_WALKS):
         walk = Walk(twins, needed, marked, levels)
         ins = [walk.input(tensor) for tensor in graph.inputs]
@@ -129,9 +130,12 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
             if held == "parts":
                 walk.contents[value.handle] = Value(None, Partial())
                 walk.in_parts.add(value.handle)
-            elif held == "values":
-                walk.unsynchronized.add(value.handle)
+            elif held == "values" or value.handle in written_alike:
+                walk.written_alike.add(value.handle)
         values = walk.graph(graph, ins)
+        if walk.read_in_bodies - written_alike:  # once more, for nothing is converted in bodies
+            written_alike |= walk.read_in_bodies
+            continue
         edits, levels = _of_all_replicas(walk, twins.count)
         if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
             findings = list(dict.fromkeys(walk.findings))
@@ -156,6 +160,23 @@ def _of_all_replicas(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...
     return {key: tuple(edits) for key, edits in found.items()}, levels
 
 
+class Definitions:
+    """Holds what is known of all operations of a type; TensorFlow takes longer to ask for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bool, tuple[str, ...]]] = {}
+
+    def of(self, op: Any) -> tuple[bool, tuple[str, ...]]:
+        """Returns whether an operation has effects or state, and the names of its arguments."""
+        if op.type not in self._known:
+            definition = op.op_def
+            self._known[op.type] = definition.is_stateful, tuple(argument.name for argument in definition.input_arg)
+        return self._known[op.type]
+
+    def is_stateful(self, op: Any) -> bool:
+        return self.of(op)[0]
+
+
 class Walk:
     """A walk over a graph and the functions in it; see `rules.table.Walk`."""
 
@@ -165,8 +186,9 @@ class Walk:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
-        self.unsynchronized: set[Any] = set()  # of those that nothing makes the same on all replicas
+        self.written_alike: set[Any] = set()  # of those that are written with the value of one process
         self.updated: set[Any] = set()  # and of those that operations of tfring's own read or write
+        self.read_in_bodies: set[Any] = set()  # and of those that bodies read, but are not written alike
         self._twins = twins
         self._needed = needed  # names of operations of which something comes
         self._marked = marked  # and of those that a mark is computed from
@@ -179,6 +201,7 @@ class Walk:
         self._scope = ""  # of the body that is walked: the calls that lead to it
         self._levels_of_state: dict[Any, int] = {}
         self._bodies: dict = {}
+        self._definitions = Definitions()
         self._positions: dict[Any, dict[str, int]] = {}  # in bodies, of operations by their names
         self._put_together: dict[Any, str] = {}  # symbols by the sizes that rows of them come from
 
@@ -201,15 +224,19 @@ class Walk:
             if op.type == "Placeholder" and op.outputs[0].name in known:
                 continue
             first_edit, contents = len(self.edits), self.contents
-            is_own = op.name in own
-            if is_own:
-                self.contents = dict(contents)  # which stay as they were
             ins = [known[tensor.name] for tensor in op.inputs]
+            is_own = op.name in own
+            is_kept = is_own and _may_write(op, ins)
+            if is_kept:
+                self.contents = dict(contents)  # which stay as they were
             values = self._operation(op, ins, is_own, known)
             if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
                 self._find_effects(values if op.type == "While" and op.name not in self._marked else [])
-            if is_own:
+            if is_kept:
                 self.contents = contents
+                for handle in {value.handle for value in ins if op.type not in _tf.READS} & contents.keys():
+                    held = contents[handle]  # as before, but not the numbers that were known
+                    contents[handle] = dataclasses.replace(held, const=None, is_zero=False, is_uniform=False)
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
             if self._depth == 0:
                 self._note(op, values, self.edits[first_edit:])
@@ -243,15 +270,18 @@ class Walk:
     def _note(self, op: Any, values: Sequence[Value], edits: Sequence[Edit]) -> None:
         """Notes how many exchanges results wait for, and which symbols are their sizes."""
         level = max((edit.level + conversions.waits(edit.value, edit.conversion) for edit in edits), default=0)
-        level = max(level, self._level(op))
+        states = self._state_of(op)
+        level = max(level, self._level(op, states))
         self.levels[op.name] = level
         sources = self.sources[self._twins.replica(op)]
-        for state in _state_of(op):  # operations on it run in order
+        for state in states:  # operations on it run in order
             self._levels_of_state[state] = level
         for tensor, value in zip(op.outputs, values, strict=True):
             if value.shape is None or value.is_list or isinstance(value.placement, Unplaced):
                 continue
             for axis, size in enumerate(value.shape):
+                if isinstance(size, int):
+                    continue
                 own = isinstance(value.placement, Shard) and value.placement.axis == axis
                 name = next(iter(dims.symbols(size)), None)
                 if name in sources or (is_sharded(value) and not own and name in self.rows):
@@ -264,10 +294,14 @@ class Walk:
         graph = self._body(op, "body")
         return [_passed_on(out) is into for out, into in zip(graph.outputs, graph.inputs, strict=True)]
 
-    def _level(self, op: Any) -> int:
+    def _state_of(self, op: Any) -> list[str | None]:
+        """Returns what an operation reads or writes beside its inputs and outputs, in the order of the graph."""
+        found: list[str | None] = [tensor.name for tensor in op.inputs if tensor.dtype.name == "resource"]
+        return found or ([None] if self._definitions.is_stateful(op) else [])
+
+    def _level(self, op: Any, states: Sequence[str | None]) -> int:
         """Returns how many exchanges an operation waits for, its edits aside."""
         before = [*(tensor.op.name for tensor in op.inputs), *(each.name for each in op.control_inputs)]
-        states = _state_of(op)
         levels = [self.levels.get(name, 0) for name in before] + [self._levels_of_state.get(s, 0) for s in states]
         return max(levels, default=0)
 
@@ -295,6 +329,8 @@ class Walk:
         if not is_own and any(of_own) and op.type in _SUMS and not all(of_own):
             return self._unplaced(op, ins, Unplaced(op))  # of gradients, some of which are tfring's
         if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and not declared
+            if not is_own and not _is_linear_in_own(op, ins, of_own, self.rows):
+                return self._unplaced(op, ins, Unplaced(op))  # gradients that the step changes
             return [self._of_own(op, tensor) for tensor in op.outputs]
         if any(map(_is_replica_id, op.outputs)):
             return [Value((), const=np.array(0))]
@@ -330,18 +366,24 @@ class Walk:
             return [Value(numbers.shape, const=numbers, is_total=has_total) for numbers in computed]
         before = self._state()
         values = self._placed(op, ins)
-        why = self._why_unplaced(values, before[0])
+        contents = before[0] if _may_write(op, ins) else None
+        why = self._why_unplaced(values, contents)
         is_to_convert = not self._depth and op.name in self._needed
+        if is_to_convert and op.type in _WITH_BODIES and (why is not None or self.findings != before[1]):
+            held = {value.handle for value in ins} & before[0].keys() - self.in_parts
+            self.read_in_bodies |= {handle for handle in held if not _is_same(before[0][handle])}
         if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
             return values
         after = self._state()
+        shares = {i for i, tensor in enumerate(op.inputs) if _is_share(tensor)}  # by which tfring weighs what it sums
         for found in conversions.candidates(ins, _terms(op), self.rows):
+            found = {i: conversion for i, conversion in found.items() if i not in shares}
             if any(_needs_other_dtype(op.inputs[i], ins[i], conversion) for i, conversion in found.items()):
                 continue
             self._restore(before)
             given = [conversions.converted(v, found[i]) if i in found else v for i, v in enumerate(ins)]
             values_of_given = self._placed(op, given)
-            if self._why_unplaced(values_of_given, before[0]) is None and self.findings == before[1]:
+            if self._why_unplaced(values_of_given, contents) is None and self.findings == before[1]:
                 for i, conversion in found.items():
                     self._edit(op, i, ins[i], conversion)
                 return values_of_given
@@ -402,7 +444,7 @@ class Walk:
             return self._placed(op, ins)
         once = [dataclasses.replace(value, placement=Replicate()) if is_drawn(value) else value for value in ins]
         held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
-        if op.type == "AssignVariableOp" and ins[0].handle in self.unsynchronized:
+        if op.type == "AssignVariableOp" and ins[0].handle in self.written_alike:
             return None
         given = once if op.type == "AssignVariableOp" else [*once, *held]
         if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in given):
@@ -481,10 +523,11 @@ class Walk:
             self._positions[op.graph] = {each.name: i for i, each in enumerate(op.graph.get_operations())}
         return f"{self._scope}/{self._positions[op.graph][op.name]}"
 
-    def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value]) -> Unplaced | None:
+    def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value] | None = None) -> Unplaced | None:
         """Returns why something is not placed: of values, or of what variables hold, but did not before."""
-        written = [value for handle, value in self.contents.items() if before.get(handle) is not value]
-        placements = [value.placement for value in (*values, *written)]
+        placements = [value.placement for value in values]
+        if before is not None:
+            placements += [v.placement for handle, v in self.contents.items() if before.get(handle) is not v]
         return next((placement for placement in placements if isinstance(placement, Unplaced)), None)
 
     def _placed(self, op: Any, ins: Sequence[Value]) -> list[Value]:
@@ -496,8 +539,8 @@ class Walk:
             return self._unplaced(op, ins, Unplaced(op))
         checked = [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
         is_same = all(_is_same(v) and v.handle is None and not has_numbers(v, self.rows) for v in ins)
-        is_function = is_same and not op.op_def.is_stateful and op.type not in _WITH_BODIES
-        if is_function and self._why_unplaced(checked, self.contents) is not None:
+        is_function = is_same and not self._definitions.is_stateful(op) and op.type not in _WITH_BODIES
+        if is_function and self._why_unplaced(checked) is not None:
             return [Value(self.shape(tensor)) for tensor in op.outputs]  # the rule took another shape for it
         return checked
 
@@ -560,13 +603,13 @@ class Walk:
 
     def _by_rule(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         rule = RULES.get(op.type)
-        arguments = op.op_def.input_arg
+        is_stateful, arguments = self._definitions.of(op)
         if len(arguments) == len(ins):  # else there are lists of inputs
             sizes = _SIZES.get(op.type, ())
             for i, (value, argument) in enumerate(zip(ins, arguments, strict=True)):
-                if argument.name in _NUMBERS and value.const is None and not _is_same(value):
+                if argument in _NUMBERS and value.const is None and not _is_same(value):
                     raise NoRule
-                if argument.name in _VALUES and i not in sizes and has_numbers(value, self.rows):
+                if argument in _VALUES and i not in sizes and has_numbers(value, self.rows):
                     raise NoRule
         if rule is not None:
             try:
@@ -582,17 +625,17 @@ class Walk:
         # Of the same on all replicas it makes the same.
         unscaled(self, [value for value in ins if value.handle is None])
         for value in ins:
-            if value.handle in self.contents and op.type not in _READS:
+            if value.handle in self.contents and op.type not in _tf.READS:
                 self.contents[value.handle] = dataclasses.replace(self.contents[value.handle], is_zero=False)
         # What draws on its own, or calls Python, may make something else.
-        is_own = op.op_def.is_stateful and not any(value.handle is not None for value in ins)
+        is_own = is_stateful and not any(value.handle is not None for value in ins)
         return [Value(self.shape(t), Drawn() if is_own and _is_exchanged(t.dtype) else Replicate()) for t in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
         if not op.outputs:  # what it does is like a variable that it writes
             self.contents[op.name] = Value(None, placement)
         for value in ins:
-            if value.handle is not None and op.type not in _READS and op.type not in _WITH_BODIES:
+            if value.handle is not None and op.type not in _tf.READS and op.type not in _WITH_BODIES:
                 self.contents[value.handle] = Value(None, placement)
         # Of an open shape nothing is known either.
         shapes = [tensor.shape.as_list() if tensor.shape.is_fully_defined() else None for tensor in op.outputs]
@@ -644,7 +687,7 @@ class Walk:
                 return value  # of a weight of what is declared, whose gradient is that of rows
             self.findings.append(Finding("rows" if reason == "own" else reason, value.placement.op, name))
             return value
-        if value.is_zero and what != "same":
+        if value.is_zero and what not in ("same", "rows", "concatenated"):
             return value
         try:
             fits = _fits(value, scale_of(self, value), what)
@@ -699,6 +742,22 @@ class Walk:
 # What adds its inputs, or puts them beside each other.
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "Select", "SelectV2", "Pack", "ConcatV2", "BiasAdd", "TensorScatterAdd")
 _NO_TERMS = {"Select": 0, "SelectV2": 0, "ConcatV2": -1, "TensorScatterAdd": 1}
+
+
+def _is_linear_in_own(op: Any, ins: Sequence[Value], of_own: Sequence[bool], rows: set[str]) -> bool:
+    """Returns True if sums over replicas of what tfring computes with its own stay such sums.
+
+    So they do in a backward pass, and in what multiplies by numbers that all replicas hold.
+    """
+    if _tf.is_of_backward_pass(op):
+        return True
+    if op.type == "Cast":
+        return bool(op.outputs[0].dtype.is_floating)
+    if op.type in (*_SUMS, *_tf.PASSES_ON, "Neg", "UnsortedSegmentSum"):
+        return of_own[0]
+    others = [value for value, is_one in zip(ins, of_own, strict=True) if not is_one]
+    is_product = sum(of_own) == 1 and (op.type == "Mul" or (op.type == "RealDiv" and of_own[0]))
+    return is_product and all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, rows) for v in others)
 
 
 def _are_axes_of_gradient(axes: Any) -> bool:
@@ -837,17 +896,10 @@ def rows_in_any(size: Size, rows: set[str]) -> bool:
     return any(name in rows for name in dims.symbols(size))
 
 
-def _state_of(op: Any) -> list[str | None]:
-    """Returns what an operation reads or writes beside its inputs and outputs, in the order of the graph."""
-    found = [tensor.name for tensor in op.inputs if tensor.dtype.name == "resource"]
-    return found or ([None] if op.op_def.is_stateful else [])
+def _may_write(op: Any, ins: Sequence[Value]) -> bool:
+    """Returns True if an operation, or a body of it, may change what variables hold, or has an effect by itself."""
+    return not op.outputs or op.type in _WITH_BODIES or any(value.handle is not None for value in ins)
 
-
-# Operations that leave a variable, or a table, as it is.
-_READS = (
-    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp", "Identity"),
-    *("LookupTableFindV2", "LookupTableSizeV2"),
-)
 
 # Of these and of an IdentityN, one input does not go into all outputs.
 _WITH_BODIES = (
@@ -896,6 +948,12 @@ def root(op: Any) -> Any:
     while op.type in passes and len(op.inputs):
         op = op.inputs[1 if op.type == "SelectV2" else 0].op
     return op
+
+
+def _is_share(tensor: Any) -> bool:
+    while tensor.op.type in ("Identity", "Cast") and marks.declared(tensor.op) is None:
+        tensor = tensor.op.inputs[0]
+    return marks.declared(tensor.op) == "share"
 
 
 def _passed_on(tensor: Any) -> Any:

@@ -258,7 +258,7 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
         assert isinstance(value.placement, Shard)
         if value.shape is not None:
             symbols.add(rows_in(value.shape[value.placement.axis], rows))
-    for wanted in (symbols - {None}, rows):  # the same rows, or those that a mask keeps, one behind another
+    for wanted in (symbols - {None}, rows):  # the same rows, or those that a mask keeps, one after another
         found: dict[int, list[int]] = {}
         for i, value in given:
             if i in sharded or value.shape is None or value.const is not None:

@@ -76,7 +76,7 @@ class Counts(NamedTuple):
 def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
     """Converts inputs of operations of the graph that is being built.
 
-    TensorFlow keeps what it is told to be stateful in the order in which it was built; these exchanges are built last,
+    TensorFlow keeps what is marked as stateful in the order in which it was built; these exchanges are built last,
     and come before what was built from their results. They stand where their round is, by control edges.
 
     Args:
@@ -84,7 +84,7 @@ def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
       exchange: between replicas.
 
     Returns:
-      Operations behind which all exchanges have been made.
+      Operations after which all exchanges have been made.
     """
     editor = _Editor(analysis, exchange)
     others = exchange.others() if analysis.edits else []
@@ -186,7 +186,7 @@ class _Editor:
                 replica.note_full(tensor, replica.rows_back(tf.cast(all_rows, tensor.dtype), tensor, edit.value))
 
     def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
-        """Returns the results of an exchange, which comes behind those before it."""
+        """Returns the results of an exchange, which comes after those before it."""
         self._rounds += 1
         with tf.control_dependencies([*self._before, *self.last]):
             results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")

@@ -19,7 +19,7 @@ EXPECTATIONS = ("mean", "sum", "added", "same", "concatenated", *_OF_ROWS)
 
 
 def declare(tensor: Any, what: str) -> Any:
-    """Returns a tensor of which the analysis is told what it is.
+    """Returns a tensor marked for the analysis: what it is.
 
     Args:
       tensor: a dense tensor.
@@ -33,7 +33,7 @@ def declare(tensor: Any, what: str) -> Any:
 
 
 def declare_looked_up(rows: Any, ids: Any) -> Any:
-    """Returns rows of a table, of which the analysis is told that there is one for each id.
+    """Returns rows of a table, marked for the analysis: there is one for each id.
 
     Args:
       rows: `[*ids.shape, ...]`.
@@ -98,7 +98,7 @@ def expect_gradient(gradient: Any, name: str) -> Any:
 
 
 def declare_batch(element: Any) -> Any:
-    """Returns a batch of which the analysis is told what are a replica's rows.
+    """Returns a batch marked for the analysis: which are a replica's rows.
 
     Args:
       element: any structure; of its dense tensors those whose first dimension is open have rows, and ragged and sparse
@@ -158,6 +158,7 @@ def expected(op: Any) -> tuple[str, str] | None:
 
 
 def _attribute(op: Any, name: str) -> str | None:
-    if op.type != "Identity" or name not in op.node_def.attr:
+    if op.type != "Identity":
         return None
-    return op.node_def.attr[name].s.decode()
+    attributes = op.node_def.attr  # a message of its own each time
+    return attributes[name].s.decode() if name in attributes else None

@@ -40,7 +40,7 @@ class Shard(NamedTuple):
 
     Attributes:
       axis: along which rows lie.
-      blocks: how many blocks of equally many rows lie one behind another, as in `concat([fake, real], 0)`; or a tuple
+      blocks: how many blocks of equally many rows lie one after another, as in `concat([fake, real], 0)`; or a tuple
         of the sizes of unequal ones.
     """
 

@@ -55,7 +55,7 @@ class Schedule:
     def played(self, durations: Sequence[tuple[float, float]] | None = None) -> list[dict[Task, float]]:
         """Returns the time at which each stage begins each task.
 
-        A forward pass waits for that of the stage before, a backward pass for that of the stage behind.
+        A forward pass waits for that of the stage before, a backward pass for that of the stage after.
 
         Args:
           durations: how long forward and backward passes take on each stage. Default: (1, 2) on all, in units of a

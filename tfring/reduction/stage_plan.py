@@ -31,7 +31,7 @@ class LayerCost:
       seconds: of its forward and backward pass.
       weight_bytes: of its weights, their gradients and their slots. Default 0.
       activation_bytes: what it keeps from a forward pass for the backward pass. Default 0.
-      crossing_bytes: of the tensors made before it that are used by it or behind it: what a stage that begins with it
+      crossing_bytes: of the tensors made before it that are used by it or after it: what a stage that begins with it
         receives. Default 0.
       may_begin: whether a stage may begin with it. Default True.
     """

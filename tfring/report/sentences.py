@@ -42,8 +42,8 @@ def of(found: dict[str, Any]) -> list[str]:
     share = sum(_mean(ranks, name) for name in _COMMUNICATION) / max(_mean(ranks, "milliseconds"), 1e-6)
     waiting = _mean(ranks, "waiting") / max(_mean(ranks, "milliseconds"), 1e-6)
     told.append(
-        f"Exposed communication (beside which nothing is computed) takes {100 * share:.0f} % of a step, and waiting "
-        f"for other ranks {100 * waiting:.0f} % (means of all ranks)."
+        f"Exposed communication (beside which nothing is computed) takes {100 * share:.0f} % of a step: "
+        f"{100 * waiting:.0f} % is waiting for other ranks, the rest transfers (means of all ranks)."
     )
     slow = summary.slow_rank(ranks)
     if slow is not None:

@@ -10,7 +10,7 @@ from tfring.report.timeline import CATEGORIES
 _TITLES = {"moving": "send/recv", "server": "servers"}
 _KINDS = ("push", "commit", "rows", "pull", "claim", "meet")  # of requests, that a step or an epoch makes
 _WIDTH = 112  # of sentences
-_MOST_RANKS = 16  # told of one by one
+_MOST_RANKS = 16  # shown one by one
 
 
 def text(found: dict[str, Any]) -> str:

@@ -295,7 +295,7 @@ def _call(
 ) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {op!r}, not {library.OPERATION_NAMES}.")
-    if not -(2**31) <= root < 2**31:  # or the core would be told another
+    if not -(2**31) <= root < 2**31:  # or the core would get another number
         raise ValueError(f"Rank {root}, a root or a peer, is not below the number of ranks.")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
     number, op_number = library.kinds().index(kind), way or library.OPERATIONS[op]

@@ -101,7 +101,7 @@ def distance_by_asking(ask: Callable[[], tuple[int, int]], rounds: int = ROUNDS)
 
 @functools.cache
 def kernel() -> int:
-    """A number for the running kernel; 0 where it cannot be told, which fits no other."""
+    """A number for the running kernel; 0 if it is unknown, which fits no other."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

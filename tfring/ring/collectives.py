@@ -64,7 +64,7 @@ class Collectives(abc.ABC):
     world_size: int
     identity = 0  # of its ring, which the status of a failed operation names
     reaches_others = False  # whether `broadcast` reaches others though `world_size` is 1
-    marks_ready = False  # whether a trace is told when what is reduced is there, which may be before its turn comes
+    marks_ready = False  # whether a trace gets the time at which the input is ready, which may be before its turn comes
 
     @abc.abstractmethod
     def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:

@@ -177,7 +177,7 @@ class Communicator:
             options.identity,
         )
         if cluster.listen_fd is not None:
-            launch_variables.say_taken()
+            launch_variables.notify_launcher()
         if cluster.world_size > 1:
             partners = schedule.Layout.of(places).partners(cluster.rank)
             if len(partners) < cluster.world_size - 1:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from tfring import program
 from tfring.cluster import Mesh
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TfringError
 from tfring.ring.collectives import Collectives
@@ -23,7 +20,7 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
     """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
 
     The other channels break with it: a rank may wait there for one that has left its step. Where none is broken, an
-    error of the program passes, of which the other ranks are told.
+    error of the program passes, which the other ranks learn of.
 
     Args:
         channels: The rings of a strategy.
@@ -56,49 +53,6 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
     except RuntimeError as error:
         raise_interrupt(error)
         raise
-
-
-class ShortTraceback:
-    """In here an error has the frames of the program alone, as by Keras' filter.
-
-    Frames of tfring, Keras and TensorFlow are left out, but for a last one of tfring that runs into an error.
-    TensorFlow's error, from which one of `tfring.errors` is made, becomes its `__context__`. A class, for a generator's
-    `with` puts the frames back.
-
-    Args:
-        filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
-    """
-
-    def __init__(self, filters: bool = True) -> None:
-        self._filters = filters and tf.debugging.is_traceback_filtering_enabled()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: types.TracebackType | None) -> None:
-        if error is None or not self._filters:
-            return
-        is_tfrings = isinstance(error, TfringError)
-        if is_tfrings and isinstance(error.__cause__, tf.errors.OpError):
-            error.__context__ = error.__cause__
-            error.__cause__ = None  # and with it, `__suppress_context__`
-        error.__traceback__ = _users_frames(trace, keeps_last=not is_tfrings)
-
-
-def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.TracebackType | None:
-    kept: types.TracebackType | None = None
-    own, others = program.folders_of("tfring"), program.folders_of("keras", "tensorflow")
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    for entry in reversed(entries):  # no recursion: there may be as many as Python allows
-        file = entry.tb_frame.f_code.co_filename
-        is_last = keeps_last and entry is entries[-1]
-        if (file.startswith(own) and not is_last) or file.startswith(others) or file == contextlib.__file__:
-            continue
-        kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return kept
 
 
 @contextlib.contextmanager

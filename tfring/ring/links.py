@@ -31,7 +31,7 @@ from tfring.transport.listener import Connection, Listener
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _OPENING_SECONDS = 10.0
 _NEVER_SECONDS = 1e6
-_NEWS_SECONDS = 1.0  # in which this rank learns what broke the ring, when another has told so instead of a link
+_REASON_SECONDS = 1.0  # in which this rank learns what broke the ring, if another rank reports it instead of a link
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Links:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._answering < 0, _NEWS_SECONDS)  # that rank is told how the ring ended
+            self._changed.wait_for(lambda: self._answering < 0, _REASON_SECONDS)  # it gets the reason
 
     def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
         """Adds a link to each of these ranks that has none.
@@ -104,9 +104,9 @@ class Links:
                 try:
                     self._connect_to(rank, broken)
                 except (PeerLostError, RendezvousError) as gave_up:
-                    until = time.monotonic() + _NEWS_SECONDS
+                    until = time.monotonic() + _REASON_SECONDS
                     while (failure := broken()) is None and time.monotonic() < until:
-                        time.sleep(_NEWS_SECONDS / 20)
+                        time.sleep(_REASON_SECONDS / 20)
                     failure = failure or gave_up  # a disagreement, or a lost rank, if there is one
                     library.core().tfring_abort(self._handle, library.describe(failure))
                     raise failure from (None if failure is gave_up else gave_up)
@@ -151,7 +151,7 @@ class Links:
             link = rendezvous.answer(self._cluster, self._name, connection, transport=self._transport)
             if link is not None:
                 self._add(link)
-        except (RendezvousError, ValueError) as error:  # ValueError: the ring was closed meanwhile, as the peer is told
+        except (RendezvousError, ValueError) as error:  # ValueError: the ring was closed meanwhile
             _log.debug("no link to rank %d: %s", rank, error)
         finally:
             with self._changed:

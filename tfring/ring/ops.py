@@ -391,7 +391,7 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars
 
 
 def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-    """Gathers rows of an array whose elements stand in two tensors, one behind the other.
+    """Gathers rows of an array whose elements stand in two tensors, one after the other.
 
     TensorFlow shares the memory of an array from its first aligned address on; the elements before are the head.
 
@@ -509,11 +509,11 @@ def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf
         *results, _ = _call(kind, communicator, name, before=order.zero(), of=order.zero(), **inputs)
         return results if len(results) > 1 else results[0]
     line = _line(communicator)
-    place = order.Place(line, watched)
+    slot = order.CallSlot(line, watched)
     _lines[communicator.handle] = line
-    with place.recording():
-        *results, done = _call(kind, communicator, name, before=place.before, of=order.zero(), **inputs)
-    place.take(done)
+    with slot.recording():
+        *results, done = _call(kind, communicator, name, before=slot.before, of=order.zero(), **inputs)
+    slot.take(done)
     return results if len(results) > 1 else results[0]
 
 
@@ -550,7 +550,7 @@ def _line(communicator: Any) -> order.Line:
 
 def _end(tensor: tf.Tensor) -> tf.Tensor:
     with tf.device("CPU:0"):
-        return _ops().tfring_place(token=_resource("places"), handle=0, key="place", tensor=tensor)
+        return _ops().tfring_call_slot(token=_resource("slots"), handle=0, key="slot", tensor=tensor)
 
 
 def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
@@ -667,21 +667,21 @@ def _call_for_gradient(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor]
     which TensorFlow does not keep in order with what else takes the token.
     """
     line = _lines[op.get_attr("handle")]
-    place = order.Place(line, watched)
-    with place.recording(), tf.device("CPU:0"):
+    slot = order.CallSlot(line, watched)
+    with slot.recording(), tf.device("CPU:0"):
         *results, done = getattr(_ops(), f"tfring_{kind}")(
             token=_tf.captured_from_around(_resource(line.number)),
             handle=op.get_attr("handle"),
             key=op.get_attr("key").decode() + "/gradient",
-            before=place.before,
+            before=slot.before,
             of=op.outputs[-1],
             **inputs,
         )
-    place.take(done)
+    slot.take(done)
     return results if len(results) > 1 else results[0]
 
 
-tf.no_gradient("TfringPlace")
+tf.no_gradient("TfringCallSlot")
 
 
 def _register(kind: str) -> Any:

@@ -48,7 +48,7 @@ _zeros: weakref.WeakKeyDictionary[tf.Graph, tf.Tensor] = weakref.WeakKeyDictiona
 _eager_zero: list[tf.Tensor] = []
 
 
-class Place:
+class CallSlot:
     """Position of a collective, or of a function with collectives in its gradient, among those of one token.
 
     Attributes:
@@ -83,19 +83,19 @@ class Place:
 def call_in_order(line: Line, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function of tensors that have gradients, which calls collectives in its gradient.
 
-    Its gradient comes behind those of the calls after it, and before those of the calls before it.
+    Its gradient comes after those of the calls after it, and before those of the calls before it.
     """
     args = tuple(tf.convert_to_tensor(arg) for arg in args)
     number = next((i for i, arg in enumerate(args) if arg.dtype.is_floating and _tf.is_watched([arg])), None)
     if number is None:
         return function(*args)
-    place = Place(line, args)
-    with place.recording():
-        args = (*args[:number], _tf.recorded_behind(args[number], place.before), *args[number + 1 :])
+    slot = CallSlot(line, args)
+    with slot.recording():
+        args = (*args[:number], _tf.recorded_behind(args[number], slot.before), *args[number + 1 :])
     results = function(*args)
     result = next(each for each in tf.nest.flatten(results) if each.dtype.is_floating)
-    with place.recording():
-        place.take(_tf.recorded_behind(zero(), result))
+    with slot.recording():
+        slot.take(_tf.recorded_behind(zero(), result))
     return results
 
 

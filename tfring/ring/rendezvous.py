@@ -40,7 +40,7 @@ _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
 _FDS_OF_A_LINK = 8  # while it is made; 3 after that
-_SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and
+_SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and between looks whether one has ended
 _REPORT_SECONDS = 30.0  # between two such lines
 _MOST_FACTS = 16  # ranks that such a line describes; the others are numbers
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
@@ -131,7 +131,7 @@ def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: st
     """Answers `connect_to` of another rank. Returns the link; None where that rank went away.
 
     Raises:
-        RendezvousError: The two ranks cannot be linked; the other one is told.
+        RendezvousError: The two ranks cannot be linked; the other one gets the error, too.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
@@ -224,14 +224,18 @@ class _Forming:
 
     def _report_while_waiting(self) -> None:
         try:
-            pause = _SILENT_SECONDS
+            pause, next_report = _SILENT_SECONDS, time.monotonic()
             while not self.cancelled.wait(pause):
+                pause = min(_SILENT_SECONDS, _REPORT_SECONDS)
                 if self._leaves_report_to_another():
                     reasons = self.reasons.copy()
                     self._check_none_has_ended({rank: reasons[rank] for rank in reasons.keys() - self.links.keys()})
-                else:
-                    self._report(_missing_ranks(self.cluster, self._without_link(range(self.cluster.world_size))))
-                pause = _REPORT_SECONDS
+                    continue
+                missing = _missing_ranks(self.cluster, self._without_link(range(self.cluster.world_size)))
+                self._check_none_has_ended(missing)
+                if time.monotonic() >= next_report:
+                    next_report = time.monotonic() + _REPORT_SECONDS
+                    self._report(missing)
         except BaseException as error:
             self.connect_error = self.connect_error or error
 
@@ -242,7 +246,6 @@ class _Forming:
         return self.cluster.rank > 0 and not _missing_ranks(self.cluster, [0])
 
     def _report(self, missing: Mapping[int, str]) -> None:
-        self._check_none_has_ended(missing)
         present = set(range(self.cluster.world_size)) - set(missing)
         if self.cluster.rank == min(present) and not self.cancelled.is_set():
             seconds = time.monotonic() - self.began
@@ -336,7 +339,7 @@ class _Forming:
                 link.data = adopt_data_connection(fds) if fds else self._dial(rank, "data", session=session).socket
                 self._encrypt(link, session, accepts=False)
             elif link.transport == "tcp":
-                raise wire.WireError("it was told not to use shared memory, and does")
+                raise wire.WireError("it uses shared memory, which this rank has ruled out")
             return link
         except BaseException as error:
             wire.close_all(fds)

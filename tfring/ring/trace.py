@@ -49,7 +49,7 @@ SCHEMA = 1
 STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
 MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
 STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
-SERVERS = "servers"  # so begin the rings of a worker and a server, whose calls are told as requests
+SERVERS = "servers"  # so begin the rings of a worker and a server, whose calls are written as requests
 INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
 _MOST_NAMES = 1000  # of collectives in the totals; then they are one
 CAPACITY = 8192  # records between two takings
@@ -192,7 +192,7 @@ class Recorder:
 
     Attributes:
         users: How many began it, each of whom closes it.
-        building: Set by who traces a graph, so that a step in which that happens is told from the others.
+        building: Set by who traces a graph, to mark a step in which that happens.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Recorder:
                 return
             steps, self._steps = self._steps, []
             requests = self._requests[:]
-            del self._requests[: len(requests)]  # others may have come behind them
+            del self._requests[: len(requests)]  # others may have come after them
             rows, lost = self._take() if self._has_calls else ([], 0)
             if not steps and not rows and not requests:
                 return

@@ -43,7 +43,7 @@ class Client:
         is_replicated: Whether each shard is on two servers; see `tfring.servers.replica`.
 
     Attributes:
-        known: What a server that comes back is told: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
+        known: What a server that comes back gets: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
             name of the last, and `results`, what it returned; `position`, of the epoch under way.
         is_back: Whether this process is in the place of one that servers have lost.
         run: The number that server 0 has drawn for the traces of this job.
@@ -69,7 +69,7 @@ class Client:
         self._jobs: list[str | None] = [None] * self.num_servers
         self._is_replicated = is_replicated
         self._at = list(range(self.num_servers))  # the server that answers for the shards of each
-        # A request that is repeated is told by its number, also from those of an earlier process.
+        # A repeated request is recognized by its number, also from those of an earlier process.
         self._numbers = itertools.count(secrets.randbits(48))
         self.recorder: trace.Recorder | None = None
         self._bytes_before = [0] * self.num_servers  # sent by connections that were lost

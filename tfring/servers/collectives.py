@@ -158,7 +158,7 @@ class MeetingCollectives:
         [lengths] = self._meet("exchange", [lengths])
         ends = np.cumsum(lengths)
         every = np.zeros([int(ends[-1])], np.uint8)
-        if lengths[self.rank]:  # else it has come back behind this call: it takes what the others exchanged
+        if lengths[self.rank]:  # else it has come back after this call: it takes what the others exchanged
             every[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = message
         [every] = self._meet("exchange", [every])
         found, calls = {}, {}

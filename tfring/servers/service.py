@@ -1,6 +1,6 @@
 """A server's side: a thread for each worker answers its requests; one lock guards parameters and bookkeeping.
 
-    worker 0 ═ requests ═► thread 0 ─┐               ┌─► Held: shards and the optimizer of one model
+    worker 0 ═ requests ═► thread 0 ─┐               ┌─► ShardStore: shards and the optimizer of one model
     worker 1 ═ requests ═► thread 1 ─┼─ Admission ───┤   (what updates them is handed in, for it needs TensorFlow)
     worker 2 ═ requests ═► thread 2 ─┘  who, when    └─► replies to the threads whose gradients were in the update
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 Answer = tuple[Mapping[str, Any], list[np.ndarray]]
 
 
-class Held(Protocol):
+class ShardStore(Protocol):
     """The shards of one optimizer's variables, and the optimizer."""
 
     def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
@@ -71,7 +71,7 @@ class Held(Protocol):
 class _Group:
     """One optimizer: what is held, and the gradients that wait for its next update."""
 
-    def __init__(self, held: Held, description: Mapping[str, Any], admission: Admission) -> None:
+    def __init__(self, held: ShardStore, description: Mapping[str, Any], admission: Admission) -> None:
         self.held = held
         self.description = description
         self.admission = admission
@@ -122,7 +122,7 @@ class Service:
         self,
         roles: Roles,
         settings: Mapping[str, Any],
-        make_held: Callable[[Mapping[str, Any], int], Held],
+        make_held: Callable[[Mapping[str, Any], int], ShardStore],
         make_admission: Callable[[], Admission],
         needs_all: bool,
         snapshots: Snapshots | None = None,
@@ -142,7 +142,7 @@ class Service:
         self._trace = server_trace or ServerTrace(roles, None)
         self._run = secrets.randbits(62)  # the number of the traces of this job, where this is server 0
         self._timing = _Timing()
-        # Whose snapshots are written, or whose shards are held: a server that is started again is told by workers.
+        # Whose snapshots are written, or whose shards are held: workers tell it to a server that is started again.
         self._job: str | None = secrets.token_hex(8) if is_replicated else None
         self._num_ordered = self._num_written = 0  # snapshots that are waited for
         self._changed = threading.Condition()
@@ -480,7 +480,7 @@ class Service:
             group.admission.arrive(worker)
             self._try_update(group, worker)
             self._wait_until(lambda: worker in group.taken)
-            made, last = group.made[worker]  # behind which an update is computed, on the thread of the last
+            made, last = group.made[worker]  # after which an update is computed, on the thread of the last
             self._timing.waited = min(self._timing.waited, max(0, made - came))
             self._timing.whom = last if last != worker else -1
         arrival = group.taken.get(worker) or Arrival(worker, 0, 1.0)
@@ -645,7 +645,11 @@ class Service:
                 f"Worker {worker} was lost, and the others have gone on without it: it is at {name!r}, and they are at "
                 f"{max(self._results, key=_number)!r}."
             )
-        self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
+        brought = self._meetings.setdefault(name, {})
+        if name in self._results and brought and worker not in brought and name.startswith("end/"):
+            text = "Worker %d is back. The others went on without it: the logs of the epoch lack its rows."
+            _log.warning(text, worker)
+        brought[worker] = [a.copy() for a in arrays]
         self._at[worker] = name
         self._last_come[name] = worker
         self._settle_meetings()

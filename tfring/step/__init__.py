@@ -5,6 +5,7 @@ Kept for each thread, because `tf.distribute` traces each replica in a thread of
 
 from __future__ import annotations
 
+import collections
 import enum
 import threading
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Step:
       active: bool scalar, False where this replica has no row; None where it always has.
       written: of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
         `_keras/state.py`.
+      writes: how often the step has assigned a variable in this replica, by the variable's identity.
       parts: into how many parts a pipeline has cut the rows of the batch, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       is_plain: whether the step is traced as that of one process: it is edited, or computed from the rows of all.
@@ -67,6 +69,7 @@ class Step:
         self.active = active
         self.num_rows: Any = None  # of the replica's element, where it was counted
         self.written: list = []
+        self.writes: collections.Counter[int] = collections.Counter()
         self.parts = parts
         self.part = part
         self.is_plain, self.is_whole = way is not Way.OWN, way is Way.WHOLE

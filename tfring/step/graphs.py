@@ -1,7 +1,8 @@
-"""Finds in a graph of which variable a tensor is the value. Eagerly nothing tells."""
+"""Finds in a graph of which variable a tensor is the value, and what may write it. Eagerly nothing tells."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,23 +27,32 @@ def outermost(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _passed_on(tensor: tf.Tensor) -> Any:
-    """The tensor that reaches this one through operations that leave its numbers as they are."""
+def is_last_value(tensor: tf.Tensor, variable: Any) -> bool:
+    """Returns True if a tensor is the value of a variable, read after all that writes the variable in that graph."""
+    is_cast = False
     tensor = outermost(tensor)
     while _is_symbolic(tensor) and tensor.op.type in _tf.PASSES_ON:
+        is_cast |= tensor.op.type == "Cast"  # the numbers may have been rounded on the way
         tensor = outermost(tensor.op.inputs[0])
-    return tensor
-
-
-def is_read(tensor: tf.Tensor, variable: Any) -> bool:
-    """Returns True if a tensor is the value of a variable, or was when it was read."""
-    tensor = _passed_on(tensor)
-    if not _is_symbolic(tensor) or tensor.op.type != "ReadVariableOp":
+    if is_cast or not _is_symbolic(tensor) or tensor.op.type != "ReadVariableOp":
         return False
     handle = outermost(tensor.op.inputs[0])
-    return any(copy.handle is handle for copy in values_of(variable))
+    is_of_variable = any(copy.handle is handle for copy in values_of(variable))
+    operations = tensor.graph.get_operations()
+    return is_of_variable and not writes_any(operations[operations.index(tensor.op) + 1 :], [handle])
 
 
-def read_of(tensor: tf.Tensor) -> tf.Operation:
-    """The operation that read a variable, where `is_read`."""
-    return _passed_on(tensor).op
+def handles_read(operations: Sequence[tf.Operation]) -> list | None:
+    """Returns the handles of the variables that operations read; None if they may write some."""
+    found = {id(handle): handle for op in operations for handle in _handles(op)}
+    return None if writes_any(operations, list(found.values())) else list(found.values())
+
+
+def writes_any(operations: Sequence[tf.Operation], handles: Sequence[tf.Tensor]) -> bool:
+    """Returns True if one of the operations may write a variable of these handles: loops and branches may."""
+    wanted = set(map(id, handles))
+    return any(id(h) in wanted for op in operations if op.type not in _tf.READS for h in _handles(op))
+
+
+def _handles(op: tf.Operation) -> list:
+    return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]

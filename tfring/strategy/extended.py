@@ -24,7 +24,7 @@ from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.data.distribute import agreed_cardinality, distribute, is_sliced
 from tfring.data.rows import has_static_rows, num_rows, one_row_at_least, with_open_rows
 from tfring.data.shares import Shares
-from tfring.errors import ConfigurationError
+from tfring.errors import ConfigurationError, MismatchError
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring, connect
@@ -281,20 +281,24 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         @functools.cache  # for the replicas of this worker
         def initial_value_fn() -> tf.Tensor:
             with tf.device(device):
-                value = self._initial_value(_value_of(kwargs["initial_value"], kwargs.get("dtype")), of_worker)
+                value = _value_of(kwargs["initial_value"], kwargs.get("dtype"))
+                value = self._initial_value(value, kwargs.get("name"), of_worker)
                 return tf.zeros_like(value) if is_zero else value
 
         return initial_value_fn
 
-    def _initial_value(self, value: tf.Tensor, of_worker: bool) -> tf.Tensor:
+    def _initial_value(self, value: tf.Tensor, variable: str | None, of_worker: bool) -> tf.Tensor:
         """Returns the first rank's value; a worker's own where it has variables of its own."""
         is_alone = self.cluster.world_size == 1 and not self.ring.world.reaches_others
         if value.dtype == tf.string or is_alone or of_worker:
             return value
         value = partition.expect(value, "same", "the initial value of a variable")
         # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
-        with partition.own():
-            value = self.ring.world.broadcast([value], name="initial value of a variable")[0]
+        try:
+            with partition.own():
+                value = self.ring.world.broadcast([value], name="initial value of a variable")[0]
+        except MismatchError as error:
+            raise _of_model(error, f"{variable or 'a variable'} of shape {tuple(value.shape)}") from None
         return partition.declare(value, "full")
 
     def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -423,6 +427,16 @@ def _like(gradient: Any, total: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
+
+
+def _of_model(error: MismatchError, variable: str) -> MismatchError:
+    """Returns the error of ranks that make different variables."""
+    found = MismatchError(
+        f"The ranks make different models: this rank makes {variable}. Make the same layers on all ranks; no size may "
+        f"depend on the rank, or on data that one rank has. {error}"
+    )
+    vars(found).update(vars(error))
+    return found
 
 
 def _value_of(initial_value: Any, dtype: Any) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""The lines that rank 0 prints on standard error when a run starts and when it ends. TFRING_QUIET=1: none."""
+"""The lines that rank 0 prints on standard error when a run starts, trains and ends. TFRING_QUIET=1: none."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class RunLines:
         self._sent: int | None = 0
         self._depth = 0  # of calls under way: `fit` evaluates
         self._has_failed = False
+        self._noted: set[str] = set()
         self._process = os.getpid()  # what is forked from it prints nothing
         self._is_open = ring.cluster.world_size > 1 and ring.cluster.is_chief and not config.read("TFRING_QUIET")
         if self._is_open:
@@ -59,6 +60,12 @@ class RunLines:
             self._seconds += time.monotonic() - before[0]
             self._waited = _sum(self._waited, before[1], ring.seconds_waited())
             self._sent = _sum(self._sent, before[2], ring.bytes_sent())
+
+    def note(self, text: str) -> None:
+        """Prints a line, once."""
+        if self._is_open and text and text not in self._noted:
+            self._noted.add(text)
+            _print(text)
 
     def close(self) -> None:
         """Prints the last line, once; nothing where no call was made, or the program fails."""

@@ -18,6 +18,7 @@ from tfring._keras.sharding import gradient_is_complete, sharding_of
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
+from tfring.program import ShortTraceback, short_traceback
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
@@ -113,6 +114,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     _workers: Cluster | None = None  # those of parameter servers, where each has a ring of its own
     _extended_class = RingExtended
 
+    @short_traceback
     def __init__(
         self,
         cluster: Cluster | None = None,
@@ -167,6 +169,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
+        if cluster.is_chief:
+            settings.warn_of_unknown()
         mesh = mesh.of(cluster.world_size)
         extended = self._extended_class(
             self,
@@ -267,7 +271,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
         this call.
         """
-        with failures.ShortTraceback(), failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
+        with ShortTraceback(), failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | None) -> Any:

@@ -7,11 +7,13 @@ import os
 from typing import Any
 
 from tfring import _keras, config
-from tfring._keras.optimizers.served import ServerUpdater
-from tfring._keras.sharding import held
-from tfring.cluster import Cluster, launch_variables
+from tfring._keras.optimizers.server_updater import ServerUpdater
+from tfring._keras.sharding import server_shards
+from tfring.cluster import Cluster, detection, launch_variables
+from tfring.cluster.launch_variables import Note
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError
+from tfring.program import short_traceback
 from tfring.ring.trace import start as start_trace
 from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
@@ -22,10 +24,6 @@ from tfring.servers.tracing import ServerTrace, worker_source
 from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
-_GOES_ON = b"a"  # what the launcher is told of a worker whose loss the others survive
-_JOINED = b"j"  # and of the same, once all servers have taken it
-_COMES_BACK = b"s"  # and of a server that goes on from a snapshot, once it is started again
-_IS_REPLICATED = b"r"  # and of one without which another goes on, and that is filled once it is started again
 
 
 class ParameterServerStrategy(RingStrategy):
@@ -82,6 +80,7 @@ class ParameterServerStrategy(RingStrategy):
     0
     """
 
+    @short_traceback
     def __init__(
         self,
         update: str = "sync",
@@ -98,6 +97,12 @@ class ParameterServerStrategy(RingStrategy):
         if roles is not None and not isinstance(roles, Roles):
             raise ConfigurationError(f"`roles` is {roles!r}, not a tfring.cluster.roles.Roles or None.")
         self.roles = Roles.of() if roles is None else roles
+        if self.roles is None and (found := detection.find(os.environ)) is not None and found.world_size > 1:
+            raise ConfigurationError(
+                f"The job has {found.world_size} workers and no parameter servers, so each worker would train alone. "
+                "Start some: `tfring launch --servers 1 ...`, or \"ps\" in TF_CONFIG. Without servers, make a "
+                "tfring.RingStrategy(). (docs/parameter_servers.md)"
+            )
         settings = {
             "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers,
             "snapshot_dir": None if snapshot_dir is None else os.fspath(snapshot_dir),
@@ -115,12 +120,12 @@ class ParameterServerStrategy(RingStrategy):
         trace = config.read("TFRING_TRACE") if trace is None else trace
         if self.roles is not None:
             if self.roles.source == launch_variables.SOURCE:
-                says = b"1"
+                note = Note.STARTED
                 if is_star and not self.roles.is_server:
-                    says = _GOES_ON
+                    note = Note.SURVIVABLE
                 elif self.roles.is_server and (snapshot_dir is not None or replicas > 1):
-                    says = _COMES_BACK if replicas == 1 else _IS_REPLICATED
-                launch_variables.say_taken(says)
+                    note = Note.RESTORABLE if replicas == 1 else Note.REPLICATED
+                launch_variables.notify_launcher(note)
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star, trace)
             self._workers = self.roles.cluster_of_workers()
@@ -135,7 +140,7 @@ class ParameterServerStrategy(RingStrategy):
         if self.roles is not None:
             client = Client(self.roles, settings, snapshot_dir is not None or replicas > 1, replicas > 1)
             if is_star and self.roles.source == launch_variables.SOURCE:
-                launch_variables.say_taken(_JOINED)
+                launch_variables.notify_launcher(Note.JOINED)
             self.ring.updater = updater = ServerUpdater(client, is_star)
             if is_star:
                 self.ring.world = PostedCollectives(client)
@@ -250,7 +255,7 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | o
         Service(
             roles,
             settings,
-            functools.partial(held.HeldShards, {}),
+            functools.partial(server_shards.ServerShards, {}),
             make_admission,
             needs_all=not is_star,
             snapshots=None if folder is None else Snapshots(folder, roles.index),

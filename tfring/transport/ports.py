@@ -23,7 +23,11 @@ _DEFAULT_RANGE = (20000, 29999)  # below what Linux gives to outgoing connection
 
 
 def open_listener(
-    ports: Iterable[int] | None = None, *, loopback: bool = False, avoid: Iterable[int] = ()
+    ports: Iterable[int] | None = None,
+    *,
+    loopback: bool = False,
+    avoid: Iterable[int] = (),
+    remedy: str | None = None,
 ) -> socket.socket:
     """Listens on the first port that is free.
 
@@ -31,6 +35,7 @@ def open_listener(
         ports: In this order; by default those of `TFRING_PORT_RANGE`, or any where it is not set.
         loopback: Whether to be reachable from this host alone.
         avoid: Taken last of those of `TFRING_PORT_RANGE`, for others will want them.
+        remedy: What to do if none is free; by default, to set `TFRING_PORT_RANGE`.
 
     Raises:
         ConfigurationError: None is free, or there is no such interface.
@@ -50,9 +55,10 @@ def open_listener(
             except OSError as error:
                 problem = error
         tried.append(port)
+    remedy = remedy or f"Name others:\n  export TFRING_PORT_RANGE={_DEFAULT_RANGE[0]}-{_DEFAULT_RANGE[1]}"
     raise ConfigurationError(
         f"No port is free at {hosts[-1]}: tried port{'s' if len(tried) > 1 else ''} {_in_short(tried)} ({problem}). "
-        f"Name others:\n  export TFRING_PORT_RANGE={_DEFAULT_RANGE[0]}-{_DEFAULT_RANGE[1]}"
+        f"{remedy}"
     )
 
 

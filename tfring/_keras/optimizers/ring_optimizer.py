@@ -11,7 +11,7 @@ _backend_update_…   all_reduce ─► update                    update: weight
 
 A LossScaleOptimizer reduces before it checks whether gradients are finite, and hands reduced ones on.
 
-The methods of `RingOptimizer` come behind those of an optimizer's class and of a user's subclass, and before those of
+The methods of `RingOptimizer` come after those of an optimizer's class and of a user's subclass, and before those of
 `keras.optimizers.Optimizer` (`optimizer_class.py`). So `super()` in a user's method finds them.
 
 A gradient is weighed by its replica's share of the rows where the optimizer takes it, so that their sum is the gradient
@@ -21,7 +21,7 @@ on local gradients sends ranks down different branches. All of `apply` runs in t
 may contain `cond` (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
 
 The gradient of a shard, where ranks along the data axis have different ones, is that of the whole batch already: what
-made it has weighed it and summed it (`layers/lookup.py`, `layers/own_rows.py`).
+made it has weighed it and summed it (`layers/lookup.py`, `layers/data_parallel_matmul.py`).
 """
 
 from __future__ import annotations

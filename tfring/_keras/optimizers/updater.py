@@ -12,7 +12,7 @@ from tfring.cross_device_ops import values_of
 
 
 class Updater:
-    """Takes the gradients of optimizers in a step, and is told before weights are read.
+    """Takes the gradients of optimizers in a step, and is notified before weights are read.
 
     Attributes:
       is_star: whether workers exchange nothing with each other, and each goes on by itself.

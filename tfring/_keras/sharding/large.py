@@ -56,7 +56,7 @@ def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int
       part: slices of the array, of the first dimension and of others.
 
     Returns:
-      The row behind the last one written.
+      The row after the last one written.
     """
     held = values_of(variable.value)[0]
     rows = range(*part[0].indices(value.shape[0]))

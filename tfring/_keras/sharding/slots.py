@@ -146,11 +146,13 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
       holder: the layer or the optimizer.
       save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
     """
-    writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
+    writer, cure = "tf.saved_model.save", "load that file in one process, and export there"
+    if save_type == "checkpoint":
+        writer, cure = "tf.train.Checkpoint", "which writes whole weights and slots"
     received = "".join(f"{v.path!r} of " for v in shards[:1])
     return ConfigurationError(
         f"{writer} would write only this rank's shard of a {kind}, {received}{type(holder).__name__} {holder.name!r}. "
-        "Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by tfring.callbacks.Backup."
+        f"Save by `tfring.save(model, path)` on all ranks, {cure}."
     )
 
 

@@ -38,6 +38,7 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
+    kept_rows,
     times,
 )
 
@@ -117,6 +118,9 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         sizes = tf.TensorShape(op.get_attr("shape"))
         if sizes.rank is not None and sizes[shard_of(value).axis] is not None:
             raise NoRule  # the number of rows of the whole batch
+    # A replica without such rows has NaN or infinity for what one process has.
+    is_checked = op.type.startswith("CheckNumerics")
+    refuse_if(is_checked and (bool(kept_rows(value.scale)) or value.placement in (Partial("max"), Partial("min"))))
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
     refuse_if(value.points_into is not None and not keeps_numbers)
     if op.type == "Cast" and not _is_exact(op.inputs[0].dtype, op.outputs[0].dtype):

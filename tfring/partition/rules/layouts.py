@@ -118,7 +118,7 @@ def _moved(value: Value, move: Any) -> Placement:
 
 @rule("ConcatV2")
 def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along another axis than that of rows; or blocks of rows one behind another."""
+    """Along another axis than that of rows; or blocks of rows one after another."""
     *values, axis = ins
     refuse_if(axis.const is None or any(value.shape is None for value in values))
     at = int(axis.const) % values[0].rank
@@ -145,7 +145,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _blocks(value: Value, axis: int) -> Sequence[Size]:
-    """Returns the sizes of the blocks of rows that lie one behind another."""
+    """Returns the sizes of the blocks of rows that lie one after another."""
     blocks = shard_of(value).blocks
     if isinstance(blocks, tuple):
         return blocks

@@ -53,7 +53,7 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The variable holds the value; one that an optimizer updates, or nothing synchronizes, that of one process."""
     handle, value = ins
-    if handle.handle in walk.unsynchronized:
+    if handle.handle in walk.written_alike:
         replicated(walk, [value])
     if handle.handle in walk.updated:
         unscaled(walk, [value])

@@ -36,13 +36,14 @@ class Walk(Protocol):
     Attributes:
       rows: the symbols of rows.
       contents: of each variable that the step has written, what it holds.
-      unsynchronized: the handles of variables that nothing makes the same on all replicas after the step.
+      written_alike: the handles of variables that are written with the value of one process, since nothing makes them
+        the same on all replicas after the step, or a branch or loop reads them.
       updated: the handles of variables that operations of tfring's own read or write, such as an optimizer's.
     """
 
     rows: set[str]
     contents: dict[Any, Value]
-    unsynchronized: set[Any]
+    written_alike: set[Any]
     updated: set[Any]
 
     def shape(

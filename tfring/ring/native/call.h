@@ -9,7 +9,7 @@
 
 namespace tfring {
 
-// Belongs to the thread that has the turn.
+// Belongs to the thread that holds the call lock.
 struct Call {
   Group* group = nullptr;
   CallHeader header{};

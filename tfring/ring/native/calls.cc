@@ -1,5 +1,5 @@
-// Ranks that wait for each other, told from those that wait for a slow one by what the peers say of their
-// calls.
+// Ranks that wait for each other, distinguished from those that wait for a slow one by the peers' reports of
+// their calls.
 #include "calls.h"
 
 #include <algorithm>

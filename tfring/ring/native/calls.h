@@ -11,7 +11,7 @@
 
 namespace tfring {
 
-// The calls of a peer, as it has told of them.
+// The calls of a peer, as it has reported them.
 struct Report {
   uint64_t begun = 0;  // calls with this rank
   Pong pong{};

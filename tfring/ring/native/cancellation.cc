@@ -47,15 +47,15 @@ struct EagerApi {
 };
 EagerApi eager{};
 
-struct Place {
+struct FieldOffsets {
   const char* release;
   size_t in_context;     // in words: the pointer to the parameters,
   size_t in_parameters;  // and in those the pointer to the manager
 };
-constexpr Place kPlaces[] = {{"2.18.", 2, 21}, {"2.19.", 2, 21}, {"2.20.", 3, 21}, {"2.21.", 3, 21}};
+constexpr FieldOffsets kOffsets[] = {{"2.18.", 2, 21}, {"2.19.", 2, 21}, {"2.20.", 3, 21}, {"2.21.", 3, 21}};
 constexpr size_t kParameterWords = 22;
 
-Place place{};
+FieldOffsets offsets{};
 bool is_known = false;  // and found to be right
 
 bool look_up_eager_api() {
@@ -86,8 +86,8 @@ int32_t is_cancelled(void* manager) {
 
 Cancellable::Cancellable(TF_OpKernelContext* context) {
   if (!is_known) return;
-  void** parameters = reinterpret_cast<void***>(context)[place.in_context];
-  void* manager = parameters[place.in_parameters];
+  void** parameters = reinterpret_cast<void***>(context)[offsets.in_context];
+  void* manager = parameters[offsets.in_parameters];
   if (manager != nullptr) tfring_set_cancellation(is_cancelled, manager);
 }
 
@@ -98,8 +98,8 @@ void find_cancellation(void* state, TF_OpKernelContext* context) {
   const auto* in_context = reinterpret_cast<const uintptr_t*>(context);
   const auto step = static_cast<uintptr_t>(eager.TF_StepId(context));
   uintptr_t words[kParameterWords];
-  const size_t count = read_words(in_context[place.in_context], words, kParameterWords);
-  is_known = count == kParameterWords && words[0] == step && words[place.in_parameters] == wanted;
+  const size_t count = read_words(in_context[offsets.in_context], words, kParameterWords);
+  is_known = count == kParameterWords && words[0] == step && words[offsets.in_parameters] == wanted;
 }
 
 }  // namespace tfring
@@ -110,10 +110,10 @@ extern "C" TFRING_API int tfring_find_cancellation(void* context, const char* ve
   using tfring::eager;
   tfring::is_known = false;
   const auto* found = std::find_if(
-      std::begin(tfring::kPlaces), std::end(tfring::kPlaces),
+      std::begin(tfring::kOffsets), std::end(tfring::kOffsets),
       [&](const auto& each) { return std::strncmp(each.release, version, std::strlen(each.release)) == 0; });
-  if (found == std::end(tfring::kPlaces) || !tfring::look_up_eager_api()) return 0;
-  tfring::place = *found;
+  if (found == std::end(tfring::kOffsets) || !tfring::look_up_eager_api()) return 0;
+  tfring::offsets = *found;
   tfring::ScopedStatus status;
   TFE_CancellationManager* manager = eager.TFE_NewCancellationManager();
   TFE_Op* op = eager.TFE_NewOp(static_cast<TFE_Context*>(context), "TfringFindCancellation", status.get());

@@ -25,7 +25,7 @@ class Sender {
   virtual bool ready() const = 0;
   // Returns the descriptor to poll for room, or -1 where the doorbell rings.
   virtual int poll_fd() const = 0;
-  // Told how long a large collective took from its first byte on.
+  // Gets how long a large collective took from its first byte on.
   virtual void learn(double) {}
 };
 

@@ -121,8 +121,8 @@ int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error
   return tfring::at_border(error, [&] {
     const tfring::Handle found = tfring::find(handle);
     if (found.world != nullptr) return tfring::report(found.world->adopt_link(*link), error);
-    const tfring::ControlFrame goodbye = tfring::make_control(tfring::ControlType::kGoodbye, -1, 0);
-    const ssize_t sent = send(link->control_fd, &goodbye, sizeof(goodbye), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const tfring::ControlFrame closed = tfring::make_control(tfring::ControlType::kClosed, -1, 0);
+    const ssize_t sent = send(link->control_fd, &closed, sizeof(closed), MSG_NOSIGNAL | MSG_DONTWAIT);
     (void)sent;
     for (int fd : {link->control_fd, link->data_fd, link->own_mailbox_fd, link->own_doorbell_fd,
                    link->mailbox_fd, link->doorbell_fd}) {
@@ -204,14 +204,14 @@ int tfring_world_size(int64_t handle) {
 }
 
 int tfring_run(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-               const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
+               const int64_t* counts, tfring_allocate allocate, void* context, tfring_error* error) {
   return tfring::at_border(error, [&] {
     const tfring::Handle found = tfring::find(handle);
     if (found.world == nullptr) {
       return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
     }
     const Status status =
-        found.world->run(found.group.get(), *call, tensors, num_tensors, counts, place, context);
+        found.world->run(found.group.get(), *call, tensors, num_tensors, counts, allocate, context);
     tfring::report(status, error);
     tfring::fill_text(error->call, sizeof(error->call), call->name, std::strlen(call->name));
     if (!status.ok() && status.code != tfring::Code::kInvalid) error->ring = found.world->identity();
@@ -224,9 +224,9 @@ const char* tfring_kind_name(int kind) {
 }
 
 int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                    tfring_place place, void* context, tfring_error* error) {
+                    tfring_allocate allocate, void* context, tfring_error* error) {
   return tfring::at_border(error, [&] {
-    return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
+    return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, allocate, context), error);
   });
 }
 

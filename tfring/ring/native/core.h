@@ -182,9 +182,9 @@ TFRING_API int64_t tfring_group(int64_t handle, const int32_t* members, int num_
 // Adds a link, also while a call is under way in another thread. Takes over its descriptors, also if it
 // fails.
 TFRING_API int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error);
-// Says goodbye to the peers and forgets the handle; of a group only that. Calls still running fail.
+// Sends the peers a closing frame and forgets the handle; of a group only that. Calls still running fail.
 TFRING_API void tfring_close(int64_t handle);
-// Closes all worlds, and none opens any more: no call asks for a place of a caller that is about to go.
+// Closes all worlds, and none opens any more: no call asks for the memory of a caller that is about to go.
 TFRING_API void tfring_end(void);
 // Breaks a world on all ranks for a reason outside it, such as the failure of another.
 TFRING_API void tfring_abort(int64_t handle, const tfring_error* why);
@@ -204,17 +204,17 @@ TFRING_API int tfring_world_size(int64_t handle);
 // fails on all ranks, on this one with TFRING_INTERRUPTED; TFRING_UNWANTED says that a receive wants another
 // shape.
 #define TFRING_UNWANTED 2
-typedef void (*tfring_place)(void* context, const int64_t* numbers, int32_t count, void** outputs,
-                             int32_t* placed);
+typedef void (*tfring_allocate)(void* context, const int64_t* numbers, int32_t count, void** outputs,
+                                int32_t* placed);
 // Runs a collective, a send or a receive: the one that call->kind names. Tensors that are reduced share one
 // dtype; shapes are the same on all ranks, but for the number of rows where that is learned on the way.
-// `counts`, which only some kinds have, and `place` are null for the others.
+// `counts`, which only some kinds have, and `allocate` are null for the others.
 TFRING_API int tfring_run(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                          int num_tensors, const int64_t* counts, tfring_place place, void* context,
+                          int num_tensors, const int64_t* counts, tfring_allocate allocate, void* context,
                           tfring_error* error);
 // The sum of rows under ids, as an all_reduce_rows, of this process alone.
 TFRING_API int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                               tfring_place place, void* context, tfring_error* error);
+                               tfring_allocate allocate, void* context, tfring_error* error);
 // The name of a kind; null for a number that is none.
 TFRING_API const char* tfring_kind_name(int kind);
 

@@ -45,20 +45,20 @@ struct Exchange::Rows {
 };
 
 Status Exchange::run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                     const int64_t* counts, tfring_place place, void* context) {
+                     const int64_t* counts, tfring_allocate allocate, void* context) {
   switch (static_cast<Kind>(call.kind)) {
     case Kind::kSend:
       return send(call, *tensors);
     case Kind::kReceive:
-      return receive(call, place, context);
+      return receive(call, allocate, context);
     default:
-      return exchange(call, tensors, num_tensors, counts, place, context);
+      return exchange(call, tensors, num_tensors, counts, allocate, context);
   }
 }
 
 // Rows of tensors: an all_gather, gather, scatter or all_to_all.
 Status Exchange::exchange(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                          const int64_t* counts, tfring_place place, void* context) {
+                          const int64_t* counts, tfring_allocate allocate, void* context) {
   const Kind kind = static_cast<Kind>(call.kind);
   const Group& group = execution_.group();
   Rows rows{kind,    has_root(kind) ? call.root : -1,  group.member, group.size(),
@@ -81,7 +81,7 @@ Status Exchange::exchange(const tfring_call& call, const tfring_tensor* tensors,
   TFRING_TRY(check_rows(rows));
   std::vector<void*> outputs(rows.count);
   if (kind != Kind::kGather || rows.root == rows.member) {
-    TFRING_TRY(ask_for_place(rows.theirs, place, context, outputs.data()));
+    TFRING_TRY(request_outputs(rows.theirs, allocate, context, outputs.data()));
     take_rows(rows, outputs.data());
   }
   return execution_.execute(Until::kDone);
@@ -196,12 +196,12 @@ Status Exchange::check_rows(const Rows& rows) const {
   return {};
 }
 
-Status Exchange::ask_for_place(const std::vector<int64_t>& numbers, tfring_place place, void* context,
-                               void** outputs) {
-  // Or Ctrl-C would be raised as `place` begins, where no caller can catch it.
+Status Exchange::request_outputs(const std::vector<int64_t>& numbers, tfring_allocate allocate, void* context,
+                                 void** outputs) {
+  // Or Ctrl-C would be raised as `allocate` begins, where no caller can catch it.
   TFRING_TRY(execution_.waiting().look_up_at_once());
   int32_t placed = 0;
-  place(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs, &placed);
+  allocate(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs, &placed);
   return placed == 0 ? execution_.waiting().interrupt() : Status();
 }
 
@@ -264,12 +264,12 @@ Status Exchange::send(const tfring_call& call, const tfring_tensor& tensor) {
   return execution_.execute(Until::kDone);
 }
 
-Status Exchange::receive(const tfring_call& call, tfring_place place, void* context) {
+Status Exchange::receive(const tfring_call& call, tfring_allocate allocate, void* context) {
   Plan& plan = execution_.plan();
   const int rank = execution_.group().rank_of(call.root);
   const std::string who = "rank " + std::to_string(rank);
   plan.expect(rank);
-  TFRING_TRY(execution_.execute(Until::kGreeted));
+  TFRING_TRY(execution_.execute(Until::kHeaderReceived));
   const CallHeader& theirs = execution_.links().to(rank)->their_header;
   tfring_tensor tensor{nullptr, nullptr, theirs.dims, theirs.num_dims, theirs.dtype};
   int64_t left = std::numeric_limits<int64_t>::max() / 32;
@@ -283,7 +283,7 @@ Status Exchange::receive(const tfring_call& call, tfring_place place, void* cont
   }
   TFRING_TRY(execution_.waiting().look_up_at_once());
   int32_t placed = 0;
-  place(context, tensor.dims, tensor.num_dims, &tensor.output, &placed);
+  allocate(context, tensor.dims, tensor.num_dims, &tensor.output, &placed);
   if (placed == TFRING_UNWANTED) {
     return execution_.fail(Code::kMismatch,
                            "ranks disagree: " + who + " called " + describe(theirs) + ", rank " +

@@ -21,19 +21,19 @@ class Exchange {
       : execution_(*execution), collectives_(*collectives) {}
 
   Status run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, const int64_t* counts,
-             tfring_place place, void* context);
+             tfring_allocate allocate, void* context);
   // Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
   Status exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
                         std::vector<int64_t>* theirs);
-  Status ask_for_place(const std::vector<int64_t>& numbers, tfring_place place, void* context,
-                       void** outputs);
+  Status request_outputs(const std::vector<int64_t>& numbers, tfring_allocate allocate, void* context,
+                         void** outputs);
 
  private:
   struct Rows;
   Status exchange(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                  const int64_t* counts, tfring_place place, void* context);
+                  const int64_t* counts, tfring_allocate allocate, void* context);
   Status send(const tfring_call& call, const tfring_tensor& tensor);
-  Status receive(const tfring_call& call, tfring_place place, void* context);
+  Status receive(const tfring_call& call, tfring_allocate allocate, void* context);
   Status announce_rows(Rows* rows);
   Status check_rows(const Rows& rows) const;
   void take_rows(const Rows& rows, void* const* outputs);

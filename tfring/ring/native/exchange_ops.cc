@@ -59,10 +59,10 @@ struct Exchanged {
   }
 
   int run(Kind kind, const int64_t* counts = nullptr) {
-    return invocation->run(kind, tensors.data(), count(), counts, place, this);
+    return invocation->run(kind, tensors.data(), count(), counts, allocate, this);
   }
 
-  static void place(void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
+  static void allocate(void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
     if (static_cast<Exchanged*>(context)->allocate(rows, outputs)) *placed = 1;
   }
 };
@@ -82,7 +82,7 @@ void all_reduce_rows(void* state, TF_OpKernelContext* context) {
   if (!invocation.ok() || !exchanged.take(2)) return;
   const int code = invocation.handle() == kNoWorld
                        ? tfring_sum_rows(&invocation.call(), exchanged.tensors.data(), exchanged.count(),
-                                         &Exchanged::place, &exchanged, invocation.error())
+                                         &Exchanged::allocate, &exchanged, invocation.error())
                        : exchanged.run(Kind::kAllReduceRows);
   if (invocation.ok()) invocation.check(code);  // else memory was short
 }

@@ -25,11 +25,11 @@ alignas(64) const char kZeros[kZeroBytes] = {};
 
 }  // namespace
 
-Execution::Execution(const Settings& settings, Guarded<Liveness>* liveness, News* news)
+Execution::Execution(const Settings& settings, Guarded<Liveness>* liveness, WakeEvent* wake_event)
     : settings_(settings),
       liveness_(*liveness),
       links_(settings.world_size),
-      waiting_(settings, call_, plan_, links_, liveness, news, &statistics_.seconds_waited) {}
+      waiting_(settings, call_, plan_, links_, liveness, wake_event, &statistics_.seconds_waited) {}
 
 Status Execution::execute(Until until) {
   const bool large = plan_.spans.size() >= kLargeBytes;
@@ -62,7 +62,7 @@ Status Execution::execute(Until until) {
 void Execution::learn(int64_t start) {
   Link* only = nullptr;
   for (const Queue& queue : plan_.queues) {
-    if (!queue.greets) continue;
+    if (!queue.sends_header) continue;
     if (only != nullptr) return;
     only = links_.to(queue.rank);
   }
@@ -153,7 +153,7 @@ Status Execution::receive_header(Queue* queue, bool* moved) {
   if (theirs.algorithm != call_.header.algorithm) {
     return fail(Code::kMismatch,
                 "ranks disagree: " + who + " and " + me +
-                    " were told to use different algorithms. Set TFRING_ALGORITHM alike on "
+                    " use different algorithms. Set TFRING_ALGORITHM alike on "
                     "all ranks",
                 Reason::kCallsDiffer, link->rank);
   }

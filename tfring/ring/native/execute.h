@@ -9,12 +9,12 @@
 #include "guarded.h"
 #include "links.h"
 #include "liveness.h"
-#include "news.h"
 #include "plan.h"
 #include "settings.h"
 #include "status.h"
 #include "trace.h"
 #include "wait.h"
+#include "wake_event.h"
 
 namespace tfring {
 
@@ -22,7 +22,7 @@ namespace tfring {
 // turn.
 class Execution {
  public:
-  Execution(const Settings& settings, Guarded<Liveness>* liveness, News* news);
+  Execution(const Settings& settings, Guarded<Liveness>* liveness, WakeEvent* wake_event);
 
   // The state that it works on: the caller says whose call it is, and fills the plan.
   Call& call() { return call_; }

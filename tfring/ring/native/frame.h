@@ -6,7 +6,7 @@
 //     A transfer of no bytes sends one filler byte, so that "received" always means "the peer got this far".
 //
 //   control connection, both ways:
-//       ControlFrame ...                                    abort, goodbye, ping, pong, raised
+//       ControlFrame ...                                    abort, closed, ping, pong, raised
 #pragma once
 
 #include <cstdint>
@@ -50,14 +50,7 @@ struct CallHeader {
 static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
 constexpr int64_t kHeaderBytes = static_cast<int64_t>(sizeof(CallHeader));
 
-enum class ControlType : uint8_t {
-  kAbort = 0,
-  kGoodbye = 1,
-  kPing = 2,
-  kPong = 3,
-  kRaised = 4,
-  kAwaited = 5
-};
+enum class ControlType : uint8_t { kAbort = 0, kClosed = 1, kPing = 2, kPong = 3, kRaised = 4, kAwaited = 5 };
 
 struct ControlFrame {
   uint32_t magic;
@@ -68,10 +61,10 @@ struct ControlFrame {
   int32_t other;   // and of a cut link the other
   int32_t reason;  // of an abort: tfring::Reason
   int32_t padding;
-  // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
-  // finished. Of a raised: after how many its program raised an error. Of a pong: how many it has begun. Of a
-  // ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for none. An
-  // awaited tells a rank that all others wait for it.
+  // Counts the calls of the two ranks. Of an abort: the first that fails. Of a closing frame: how many the
+  // rank has finished. Of a raised: after how many its program raised an error. Of a pong: how many it has
+  // begun. Of a ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for
+  // none. An awaited tells a rank that all others wait for it.
   uint64_t sequence;
   char message[992];  // of an abort: why; of a raised: the error; of a pong: a Pong
 };

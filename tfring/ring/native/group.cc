@@ -13,7 +13,7 @@ uint64_t mix(uint64_t hash, uint64_t word) {
 }
 
 // Orders the members of a group: those of a host in a row.
-void place(const std::vector<int32_t>& hosts, Group* group) {
+void assign_hosts(const std::vector<int32_t>& hosts, Group* group) {
   const auto host_of = [&](int member) { return hosts[static_cast<size_t>(group->rank_of(member))]; };
   for (int m = 0; m < group->size(); ++m) group->member_at.push_back(m);
   std::stable_sort(group->member_at.begin(), group->member_at.end(),
@@ -45,7 +45,7 @@ std::shared_ptr<Group> make_group_of_all(const Settings& settings) {
   for (int r = 0; r < settings.world_size; ++r) all->ranks.push_back(r);
   all->member = settings.rank;
   all->sequence = UINT64_MAX;  // the opening barrier is collective 0, the user's first 1
-  place(settings.hosts, all.get());
+  assign_hosts(settings.hosts, all.get());
   return all;
 }
 
@@ -62,7 +62,7 @@ std::shared_ptr<Group> make_group(const Settings& settings, const Group& parent,
     made->ranks.push_back(parent.rank_of(members[m]));
     if (made->ranks.back() == settings.rank) made->member = m;
   }
-  place(settings.hosts, made.get());
+  assign_hosts(settings.hosts, made.get());
   return made;
 }
 

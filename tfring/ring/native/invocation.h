@@ -74,9 +74,9 @@ class Invocation {
   int num_inputs() const { return tf.TF_NumInputs(context_) - (attributes_.has_gradient ? kNumOrdering : 0); }
   // Calls a collective; returns the core's answer.
   int run(Kind kind, const tfring_tensor* tensors, int num_tensors, const int64_t* counts = nullptr,
-          tfring_place place = nullptr, void* to = nullptr) {
+          tfring_allocate allocate = nullptr, void* to = nullptr) {
     call_.kind = static_cast<int32_t>(kind);
-    return tfring_run(attributes_.handle, &call_, tensors, num_tensors, counts, place, to, &error_);
+    return tfring_run(attributes_.handle, &call_, tensors, num_tensors, counts, allocate, to, &error_);
   }
   // Ends a call whose last output is its sequence, which its gradient names.
   void finish(int code) {

@@ -17,13 +17,13 @@ enum class Kind : uint8_t {
   kBarrier = 4,   // of no tensors
   kAllToAll = 5,  // counts[r * num_tensors + t] rows of tensor t go to rank r, in rank order
   kReduce = 6,    // only the root's outputs are written
-  kGather = 7,    // only the root is asked for a place
+  kGather = 7,    // only the root is asked for memory
   kScatter = 8,   // as kAllToAll, with rows from the root only; the others' counts and rows do not matter
   kSend = 9,      // one tensor
-  kReceive = 10,  // one tensor, of which only the dtype counts; `place` is told its dimensions
+  kReceive = 10,  // one tensor, of which only the dtype counts; `allocate` gets its dimensions
   kAllReduceRows = 11,  // rows under ids: `num_tensors / 2` tables' values, then the ids of each, int32 or
                         // int64; each id comes out once, with the sum of all ranks' rows for it, in the same
-                        // order on all ranks. `place` is told how many are of rank r's share of the ids, and
+                        // order on all ranks. `allocate` gets how many are of rank r's share of the ids, and
                         // for r = world_size how many different ids this rank itself has
 };
 

@@ -4,7 +4,7 @@
 //     timeout_seconds.
 //   - stopped: its host acknowledges what it is sent, its process answers nothing.
 //   - cut off: not even that; which side of the cut is the broken one cannot be known from either.
-//   - gone: its connection closed without a goodbye.
+//   - gone: its connection closed without a closing frame.
 //
 // The watcher of each rank answers pings of its peers, and pings them. Whatever breaks the ring, it passes on
 // to the others, so that ranks further on learn of it too, and at once.
@@ -38,16 +38,16 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-Liveness::Liveness(const Settings& settings, News* news)
+Liveness::Liveness(const Settings& settings, WakeEvent* wake_event)
     : settings_(settings),
-      news_(*news),
+      wake_event_(*wake_event),
       calls_(settings.rank, settings.world_size),
       peers_(static_cast<size_t>(settings.world_size)) {}
 
-Status Liveness::greet(Peer* peer) {
+Status Liveness::send_hello(Peer* peer) {
   if (!failure_.ok()) pass_on(peer);
   if (closed_) {
-    peer->send(make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
+    peer->send(make_control(ControlType::kClosed, settings_.rank, calls_.common(peer->rank)));
     return {Code::kInvalid, "this communicator is closed"};
   }
   peer->send(make_control(ControlType::kPing, settings_.rank, 0));  // who has spoken is asked from then on
@@ -65,7 +65,7 @@ bool Liveness::close() {
   closed_ = true;
   for (auto& peer : peers_) {
     if (peer == nullptr) continue;
-    peer->send(make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
+    peer->send(make_control(ControlType::kClosed, settings_.rank, calls_.common(peer->rank)));
     (void)poll_for(peer.get(), 0);
     peer.reset();
   }
@@ -146,15 +146,15 @@ void Liveness::take_control(Peer* peer) {
           Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message,
                  has_reason ? static_cast<Reason>(frame.reason) : Reason::kNone, frame.rank, frame.other);
       if (peer->failure.message.empty())
-        peer->failure.message = "rank " + std::to_string(peer->rank) + " gave up without a word";
+        peer->failure.message = "rank " + std::to_string(peer->rank) + " aborted without a reason";
       peer->fails_from = frame.sequence;
       adopt_due_failures();
       return;
     }
-    case ControlType::kGoodbye:
+    case ControlType::kClosed:
       peer->left = true;
       peer->left_finished = frame.sequence;
-      news_.announce();
+      wake_event_.announce();
       return;
     case ControlType::kRaised:
       peer->raised_after = frame.sequence;
@@ -207,12 +207,12 @@ void Liveness::answer(Peer* peer) {
   calls_.tell(peer->rank, peer->frame.sequence, &pong);
   pong.stands_still = stands_still_ ? 1 : 0;
   pong.cpu_nanoseconds = cpu_nanoseconds();
-  tell_waiting(&pong);
+  notify_waiting(&pong);
   std::memcpy(frame.message, &pong, sizeof(pong));
   peer->send(frame);
 }
 
-// A peer is lost. Where another has told of a failure in a call still to come, that is why.
+// A peer is lost. If another rank has reported a failure in a later call, that is the reason.
 Status Liveness::lose(const Status& why) {
   for (const auto& peer : peers_) {
     if (failure_.ok() && peer != nullptr && !peer->failure.ok()) return break_up(peer->failure);
@@ -229,7 +229,7 @@ Status Liveness::break_up(const Status& status) {
   for (const auto& peer : peers_) {
     if (peer != nullptr) pass_on(peer.get());
   }
-  news_.announce();
+  wake_event_.announce();
   return failure_;
 }
 
@@ -343,7 +343,7 @@ Status Liveness::compare_calls(const Peer& peer) {
 }
 
 // Fails with what the peer's header says, unless its control connection says more: a peer that gave up in
-// this call has told why before it went on.
+// this call has sent the reason before it went on.
 Status Liveness::report_disagreement(int rank, const CallHeader& theirs, int64_t now) {
   read_control(peer(rank), now);
   if (!failure_.ok()) return failure_;
@@ -392,7 +392,9 @@ std::string Liveness::disagreement(int rank, const CallHeader& theirs) const {
   const CallHeader& mine = calls_.header();
   return "ranks disagree: rank " + std::to_string(rank) + " called " + describe(theirs) + " as " +
          describe_place(theirs) + " of ring \"" + settings_.name + "\", rank " +
-         std::to_string(settings_.rank) + " called " + describe(mine) + " as " + describe_place(mine);
+         std::to_string(settings_.rank) + " called " + describe(mine) + " as " + describe_place(mine) +
+         ". All ranks make the same calls in the same order, none of them under `if rank == 0:`, with "
+         "values of one shape and dtype";
 }
 
 }  // namespace tfring

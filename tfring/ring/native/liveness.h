@@ -9,10 +9,10 @@
 #include "calls.h"
 #include "core.h"
 #include "frame.h"
-#include "news.h"
 #include "peer.h"
 #include "settings.h"
 #include "status.h"
+#include "wake_event.h"
 #include "watcher.h"
 
 namespace tfring {
@@ -21,12 +21,12 @@ namespace tfring {
 // thread share it, so it is reached through Guarded only.
 class Liveness {
  public:
-  Liveness(const Settings& settings, News* news);
+  Liveness(const Settings& settings, WakeEvent* wake_event);
 
   // Connections.
   void add(std::unique_ptr<Peer> peer) { peers_[static_cast<size_t>(peer->rank)] = std::move(peer); }
   // Tells a peer that comes to an open world what it has missed. Fails once the world is closed.
-  Status greet(Peer* peer);
+  Status send_hello(Peer* peer);
   // Once the world is open: before, a peer may still be in Python, forming it.
   void start_asking(int64_t now);
   // As those of Watched.
@@ -34,7 +34,7 @@ class Liveness {
   int watch(int64_t now, int64_t late, const Poll& poll);
   Peer* peer(int rank) const { return peers_[static_cast<size_t>(rank)].get(); }
   void ask(Peer* peer, int64_t now, double period);
-  // Says goodbye and closes all connections. Returns false where that was done before.
+  // Sends a closing frame and closes all connections. Returns false where that was done before.
   bool close();
 
   // Calls. Fails with the first failure, once it is set.
@@ -80,7 +80,7 @@ class Liveness {
   std::string disagreement(int rank, const CallHeader& theirs) const;
 
   const Settings& settings_;
-  News& news_;
+  WakeEvent& wake_event_;
   Calls calls_;
   std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null where there is none
   Poll poll_;

@@ -114,7 +114,7 @@ void gather_rows(void* state, TF_OpKernelContext* context) {
 void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
 
 // Stands for what `tensor` comes from in the order of gradients, and has none.
-void place_after(void* state, TF_OpKernelContext* context) {
+void slot_after(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   invocation.finish(TFRING_OK);
 }
@@ -140,13 +140,13 @@ void receive(void* state, TF_OpKernelContext* context) {
     Invocation* invocation;
     TfDataType dtype;
   } output{&invocation, static_cast<TfDataType>(attributes.which)};
-  const auto place = [](void* to, const int64_t* dims, int32_t num_dims, void** outputs, int32_t* placed) {
+  const auto allocate = [](void* to, const int64_t* dims, int32_t num_dims, void** outputs, int32_t* placed) {
     const Output& self = *static_cast<Output*>(to);
     outputs[0] = self.invocation->allocate(0, self.dtype, std::vector<int64_t>(dims, dims + num_dims));
     if (self.invocation->ok()) *placed = 1;
   };
   const tfring_tensor tensor{nullptr, nullptr, nullptr, 0, output.dtype};
-  invocation.finish(invocation.run(Kind::kReceive, &tensor, 1, nullptr, place, &output));
+  invocation.finish(invocation.run(Kind::kReceive, &tensor, 1, nullptr, allocate, &output));
 }
 
 template <bool kHasGradient>
@@ -345,12 +345,12 @@ __attribute__((constructor)) void register_ops() {
        false,
        false},
       {"TfringMark", {}, {}, {}, unknown_shapes, at_kernel<mark>, false},
-      {"TfringPlace",
+      {"TfringCallSlot",
        {"tensor: T"},
        {"done: float"},
        {one_type},
        unknown_shapes,
-       at_kernel<place_after>,
+       at_kernel<slot_after>,
        false},
       {"TfringFindCancellation", {}, {}, {}, unknown_shapes, at_kernel<find_cancellation>, false, false},
   };

@@ -22,7 +22,7 @@ struct Peer {
   const int rank;
   const std::string host;
   Fd control_fd;
-  bool left = false;           // it said goodbye,
+  bool left = false;           // it sent a closing frame,
   uint64_t left_finished = 0;  // having finished this many calls with this rank
   bool closed = false;         // nothing more comes
   size_t fill = 0;             // bytes of `frame` read so far
@@ -33,7 +33,7 @@ struct Peer {
   int64_t heard = 0;        // nanoseconds: its last sign of life; 0: none yet, and the world is not open
   int64_t asked = 0;        // the last ping
   int unanswered = 0;
-  int64_t answered = 0;  // the last pong, which told
+  int64_t answered = 0;  // the last pong, which reported
   Report report;
   uint64_t fails_from = UINT64_MAX;    // it gave up in this one of the calls with this rank,
   Status failure;                      // for this reason

@@ -54,7 +54,7 @@ int Plan::add_send(int rank, const Range& range, int after) {
     sends[static_cast<size_t>(to.last_send)].next = index;
   }
   to.last_send = index;
-  to.greets = true;
+  to.sends_header = true;
   ++num_sends_left;
   return index;
 }

@@ -57,7 +57,7 @@ struct Queue {
   int recv = -1;
   int last_recv = -1;
   // Compares the two calls: one header each way, before anything else.
-  bool greets = false;
+  bool sends_header = false;
   int64_t header_sent = 0;
   bool expects = false;
   bool header_received = false;
@@ -65,7 +65,7 @@ struct Queue {
 
 // A point in the execution of a plan: every peer has said what it is about to do, all is received, or all is
 // sent as well.
-enum class Until { kGreeted, kReceived, kDone };
+enum class Until { kHeaderReceived, kReceived, kDone };
 
 struct Plan {
   DType dtype = DType::kUint8;

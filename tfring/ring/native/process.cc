@@ -143,7 +143,7 @@ void moves_again(uint64_t ring, bool on_pool_thread) {
   if (found != shared->standing.end()) shared->standing.erase(found);
 }
 
-void tell_waiting(Pong* pong) {
+void notify_waiting(Pong* pong) {
   std::lock_guard<std::mutex> lock(shared->mutex);
   if (shared->standing.size() > kMostWaiting) return;
   const bool only_pool = all_threads_wait();

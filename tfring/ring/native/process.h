@@ -39,7 +39,7 @@ void stands_still(uint64_t ring, bool on_pool_thread);
 void moves_again(uint64_t ring, bool on_pool_thread);
 // Tells of all of them; where the pool has no more threads, so that no other can begin, of those on its
 // threads.
-void tell_waiting(Pong* pong);
+void notify_waiting(Pong* pong);
 // Returns whether a peer whose threads all wait waits for collectives that this process has not begun, and
 // could begin only after its own have gone on, all of which wait for the peer in turn.
 bool wait_for_each_other(const Pong& peer);

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kHeader = sizeof(uint64_t) + sizeof(uint32_t);
 constexpr int64_t kFooter = sizeof(uint32_t);
 constexpr size_t kColumns =
-    3;  // of a place: the file's number, where the record begins, the length of its data
+    3;  // of an entry: the file's number, where the record begins, the length of its data
 
 // CRC-32C, eight bytes at a time, from eight tables.
 class Tables {
@@ -188,11 +188,12 @@ void read_records(void* state, TF_OpKernelContext* context) {
   auto* texts = static_cast<TF_TString*>(invocation.allocate(0, kTfString, {static_cast<int64_t>(count)}));
   std::vector<std::unique_ptr<File>> files(num_files);
   std::vector<char> bytes;
-  const auto* place = static_cast<const int64_t*>(tf.TF_TensorData(places));
-  for (size_t i = 0; invocation.ok() && i < count; ++i, place += kColumns) {
-    const auto number = static_cast<size_t>(place[0]);
-    const int64_t offset = place[1];
-    if (number >= num_files) return invocation.fail(kTfInvalidArgument, "a place names a file by its number");
+  const auto* entry = static_cast<const int64_t*>(tf.TF_TensorData(places));
+  for (size_t i = 0; invocation.ok() && i < count; ++i, entry += kColumns) {
+    const auto number = static_cast<size_t>(entry[0]);
+    const int64_t offset = entry[1];
+    if (number >= num_files)
+      return invocation.fail(kTfInvalidArgument, "an entry names a file by its number");
     std::unique_ptr<File>& file = files[number];
     if (file == nullptr) {
       file = std::make_unique<File>(text_of(paths, number), &invocation);
@@ -203,11 +204,11 @@ void read_records(void* state, TF_OpKernelContext* context) {
                                                 "dataset again.");
       }
     }
-    bytes.resize(static_cast<size_t>(kHeader + place[2] + kFooter));
+    bytes.resize(static_cast<size_t>(kHeader + entry[2] + kFooter));
     if (!file->read(offset, bytes.data(), static_cast<int64_t>(bytes.size()))) return;
-    const auto length = static_cast<size_t>(place[2]);
+    const auto length = static_cast<size_t>(entry[2]);
     const char* data = bytes.data() + kHeader;
-    if (length_of(file.get(), offset, bytes.data()) != place[2] ||
+    if (length_of(file.get(), offset, bytes.data()) != entry[2] ||
         number_at<uint32_t>(data + length) != checksum(data, length)) {
       return file->broken("corrupted", offset);
     }

@@ -18,7 +18,7 @@
 namespace tfring {
 
 Status RowReduction::all_reduce_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                                     tfring_place place, void* context) {
+                                     tfring_allocate allocate, void* context) {
   const int size = execution_.group().size();
   {
     const Stopwatch stopwatch(execution_.record().adding());
@@ -29,12 +29,12 @@ Status RowReduction::all_reduce_rows(const tfring_call& call, const tfring_tenso
       return execution_.fail_without_memory();
     }
   }
-  if (size == 1) return write_rows(place, context);
+  if (size == 1) return write_rows(allocate, context);
   const bool by_owner = static_cast<Algorithm>(execution_.call().header.op) == Algorithm::kOwner;
-  return by_owner ? reduce_by_owner(place, context) : reduce_by_gathering(place, context);
+  return by_owner ? reduce_by_owner(allocate, context) : reduce_by_gathering(allocate, context);
 }
 
-Status RowReduction::reduce_by_gathering(tfring_place place, void* context) {
+Status RowReduction::reduce_by_gathering(tfring_allocate allocate, void* context) {
   const size_t size = static_cast<size_t>(execution_.group().size());
   const size_t num_tables = row_sums_.num_tables();
   std::vector<int64_t> sizes;
@@ -64,10 +64,10 @@ Status RowReduction::reduce_by_gathering(tfring_place place, void* context) {
     }
   }
   observe(sent, summed);
-  return write_rows(place, context);
+  return write_rows(allocate, context);
 }
 
-Status RowReduction::reduce_by_owner(tfring_place place, void* context) {
+Status RowReduction::reduce_by_owner(tfring_allocate allocate, void* context) {
   const size_t size = static_cast<size_t>(execution_.group().size());
   const size_t num_tables = row_sums_.num_tables();
   std::vector<int64_t> sizes;
@@ -105,25 +105,25 @@ Status RowReduction::reduce_by_owner(tfring_place place, void* context) {
   std::vector<int64_t> counts;
   for (const Entries& entries : sums) counts.push_back(entries.count);
   std::vector<void*> outputs;
-  TFRING_TRY(place_rows(counts, place, context, &outputs));
+  TFRING_TRY(allocate_rows(counts, allocate, context, &outputs));
   row_sums_.put_together(sums, outputs.data());
   return {};
 }
 
 // Writes the numbered rows, share by share, to the caller's memory.
-Status RowReduction::write_rows(tfring_place place, void* context) {
+Status RowReduction::write_rows(tfring_allocate allocate, void* context) {
   std::vector<void*> outputs;
-  TFRING_TRY(place_rows(row_sums_.counts(), place, context, &outputs));
+  TFRING_TRY(allocate_rows(row_sums_.counts(), allocate, context, &outputs));
   const Stopwatch stopwatch(execution_.record().adding());
   row_sums_.write_all(outputs.data());
   return {};
 }
 
 // counts[share][table].
-Status RowReduction::place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
-                                std::vector<void*>* outputs) {
+Status RowReduction::allocate_rows(const std::vector<int64_t>& counts, tfring_allocate allocate,
+                                   void* context, std::vector<void*>* outputs) {
   outputs->assign(2 * row_sums_.num_tables(), nullptr);
-  return exchange_.ask_for_place(row_sums_.numbers(counts), place, context, outputs->data());
+  return exchange_.request_outputs(row_sums_.numbers(counts), allocate, context, outputs->data());
 }
 
 // All members learn the same numbers, so they choose alike the next time.

@@ -22,15 +22,15 @@ class RowReduction {
   RowReduction(Execution* execution, Exchange* exchange) : execution_(*execution), exchange_(*exchange) {}
 
   Status all_reduce_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                         tfring_place place, void* context);
+                         tfring_allocate allocate, void* context);
   int64_t scratch_bytes() const { return row_sums_.num_bytes(); }
 
  private:
-  Status reduce_by_gathering(tfring_place place, void* context);
-  Status reduce_by_owner(tfring_place place, void* context);
-  Status write_rows(tfring_place place, void* context);
-  Status place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
-                    std::vector<void*>* outputs);
+  Status reduce_by_gathering(tfring_allocate allocate, void* context);
+  Status reduce_by_owner(tfring_allocate allocate, void* context);
+  Status write_rows(tfring_allocate allocate, void* context);
+  Status allocate_rows(const std::vector<int64_t>& counts, tfring_allocate allocate, void* context,
+                       std::vector<void*>* outputs);
   void observe(int64_t sent, int64_t summed);
   Status no_rows(size_t member);
 

@@ -134,11 +134,11 @@ void RowSums::lay_out(char* block, int64_t size, const int64_t* counts, char** i
   std::memcpy(block + kWord, counts, tables_.size() * kWord);
   char* to = block + kWord * static_cast<int64_t>(1 + tables_.size());
   for (size_t t = 0; t < tables_.size(); ++t) {
-    for (auto [place, bytes] : {std::pair(&ids[t], counts[t] * tables_[t].id_bytes),
-                                std::pair(&rows[t], counts[t] * tables_[t].row_bytes)}) {
-      *place = to;
+    for (auto [column, bytes] : {std::pair(&ids[t], counts[t] * tables_[t].id_bytes),
+                                 std::pair(&rows[t], counts[t] * tables_[t].row_bytes)}) {
+      *column = to;
       to += whole_words(bytes);
-      std::memset(*place + bytes, 0, static_cast<size_t>(whole_words(bytes) - bytes));
+      std::memset(*column + bytes, 0, static_cast<size_t>(whole_words(bytes) - bytes));
     }
   }
 }
@@ -323,8 +323,8 @@ void RowSums::add_up(const Table& table, const Entries* sources, size_t num_sour
   }
 }
 
-Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
-                void* context) {
+Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                tfring_allocate allocate, void* context) {
   for (int t = 0; t < num_tensors; ++t) {
     if (size_of(static_cast<DType>(tensors[t].dtype)) == 0) {
       return {Code::kInvalid, "the ring carries no dtype number " + std::to_string(tensors[t].dtype)};
@@ -337,7 +337,7 @@ Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_t
   std::vector<void*> outputs(static_cast<size_t>(num_tensors));
   int32_t placed = 0;
   const std::vector<int64_t> numbers = sums.numbers(sums.counts());
-  place(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs.data(), &placed);
+  allocate(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs.data(), &placed);
   if (placed == 0) return {Code::kInterrupted, "interrupted"};
   sums.write_all(outputs.data());
   return {};

@@ -117,7 +117,7 @@ class RowSums {
 };
 
 // An all_reduce_rows without a world.
-Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
-                void* context);
+Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                tfring_allocate allocate, void* context);
 
 }  // namespace tfring

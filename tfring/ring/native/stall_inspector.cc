@@ -1,4 +1,4 @@
-// Ranks that are slow, told from those that wait for each other.
+// Distinguishes ranks that are slow from those that wait for each other.
 #include "stall_inspector.h"
 
 #include <algorithm>
@@ -96,7 +96,7 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
   const Pong& pong = peer->report.pong;
   const std::string who = "rank " + std::to_string(rank);
   const std::string last_call = describe(pong.header);
-  const double age = seconds_between(peer->answered, now);  // of what it has told
+  const double age = seconds_between(peer->answered, now);  // of its report
   const bool answers = peer->answered > idle_since && age < 2 * period + kSliceSeconds;
   const bool waits_too = answers && (liveness->calls().has_begun(rank, peer->report) || pong.is_running != 0);
   const bool absent = answers && !waits_too;

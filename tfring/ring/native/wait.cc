@@ -25,13 +25,13 @@ void relax() {
 }  // namespace
 
 Waiting::Waiting(const Settings& settings, const Call& call, const Plan& plan, const Links& links,
-                 Guarded<Liveness>* liveness, News* news, double* seconds_waited)
+                 Guarded<Liveness>* liveness, WakeEvent* wake_event, double* seconds_waited)
     : settings_(settings),
       call_(call),
       plan_(plan),
       links_(links),
       liveness_(*liveness),
-      news_(*news),
+      wake_event_(*wake_event),
       seconds_waited_(*seconds_waited),
       inspector_(settings, call, plan, liveness) {}
 
@@ -58,9 +58,9 @@ Status Waiting::wait() {
   return look_up(end);
 }
 
-// Until something may move, there is news, or the time is over.
+// Until something may move, it is woken, or the time is over.
 void Waiting::sleep(int milliseconds) {
-  poll_fds_.assign(1, {news_.fd(), POLLIN, 0});
+  poll_fds_.assign(1, {wake_event_.fd(), POLLIN, 0});
   for (const Queue& queue : plan_.queues) {
     const Link& link = *links_.to(queue.rank);
     const bool wants_room =
@@ -83,9 +83,9 @@ void Waiting::sleep(int milliseconds) {
     Mailbox* own = links_.to(queue.rank)->own.get();
     if (own != nullptr) own->wake_up();
   }
-  for (const pollfd& fd : poll_fds_) {  // doorbells and news: silence those that rang
+  for (const pollfd& fd : poll_fds_) {  // doorbells and the event: silence those that rang
     if ((fd.revents & POLLIN) == 0) continue;
-    if (fd.fd == news_.fd()) news_.silence();
+    if (fd.fd == wake_event_.fd()) wake_event_.silence();
     for (const Queue& queue : plan_.queues) {
       Mailbox* own = links_.to(queue.rank)->own.get();
       if (own != nullptr && own->doorbell_fd() == fd.fd) own->silence_doorbell();
@@ -94,9 +94,9 @@ void Waiting::sleep(int milliseconds) {
 }
 
 Status Waiting::look_up(int64_t now) {
-  if (seconds_between(looked_up_, now) < kSliceSeconds && !news_.is_closing()) return {};
+  if (seconds_between(looked_up_, now) < kSliceSeconds && !wake_event_.is_closing()) return {};
   looked_up_ = now;
-  if (news_.is_closing()) {
+  if (wake_event_.is_closing()) {
     return liveness_.lock()->break_up(
         {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " closed the ring during " + here(),
          Reason::kClosed, settings_.rank});
@@ -133,7 +133,7 @@ Status Waiting::peer_gone(int rank) {
   const int64_t start = now_nanoseconds();
   do {
     TFRING_TRY(liveness_.lock()->check_left());
-    news_.sleep(kSliceMilliseconds);
+    wake_event_.sleep(kSliceMilliseconds);
   } while (seconds_between(start, now_nanoseconds()) < kLastWordsSeconds);
   return liveness_.lock()->lose_dead(rank);
 }

@@ -12,11 +12,11 @@
 #include "guarded.h"
 #include "links.h"
 #include "liveness.h"
-#include "news.h"
 #include "plan.h"
 #include "settings.h"
 #include "stall_inspector.h"
 #include "status.h"
+#include "wake_event.h"
 
 namespace tfring {
 
@@ -27,7 +27,7 @@ class Waiting {
  public:
   // Adds up how long it sleeps in `seconds_waited`.
   Waiting(const Settings& settings, const Call& call, const Plan& plan, const Links& links,
-          Guarded<Liveness>* liveness, News* news, double* seconds_waited);
+          Guarded<Liveness>* liveness, WakeEvent* wake_event, double* seconds_waited);
 
   void set_timeout(double seconds) { timeout_seconds_ = seconds; }
   void begin(bool is_large);
@@ -56,7 +56,7 @@ class Waiting {
   const Plan& plan_;
   const Links& links_;
   Guarded<Liveness>& liveness_;
-  News& news_;
+  WakeEvent& wake_event_;
   double& seconds_waited_;
   double timeout_seconds_ = 0;
 
@@ -64,7 +64,7 @@ class Waiting {
   int spins_ = 0;           // how many of them before it lets others run,
   int yields_ = 0;          // and after how many more it sleeps
   int64_t idle_since_ = 0;  // nanoseconds
-  int64_t looked_up_ = 0;   // when signals and news were looked at last
+  int64_t looked_up_ = 0;   // when signals and the event were looked at last
   std::vector<pollfd> poll_fds_;
   StallInspector inspector_;
 };

@@ -73,9 +73,9 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
 
 World::World(const tfring_options& options)
     : settings_(options),
-      liveness_(settings_, &news_),
-      turn_(settings_, news_),
-      execution_(settings_, &liveness_, &news_),
+      liveness_(settings_, &wake_event_),
+      call_lock_(settings_, wake_event_),
+      execution_(settings_, &liveness_, &wake_event_),
       collectives_(&execution_),
       exchange_(&execution_, &collectives_),
       row_reduction_(&execution_, &exchange_) {
@@ -99,7 +99,7 @@ Status World::connect(const tfring_options& options, Group* all) {
   }
   if (settings_.world_size > 1) {
     Status ready;
-    if (!news_.open()) ready = {Code::kInternal, "no descriptor is left for the ring"};
+    if (!wake_event_.open()) ready = {Code::kInternal, "no descriptor is left for the ring"};
     join_ring(settings_.identity, &state_);
     if (ready.ok()) ready = watch_over(this);
     if (!ready.ok()) return liveness_.lock()->break_up(ready);
@@ -126,7 +126,7 @@ Status World::add_link(const tfring_link& from, bool is_open) {
   std::unique_ptr<Link> link;
   TFRING_TRY(Link::open(from, settings_.rank, &link));
   const auto liveness = liveness_.lock();
-  if (is_open) TFRING_TRY(liveness->greet(peer.get()));
+  if (is_open) TFRING_TRY(liveness->send_hello(peer.get()));
   liveness->add(std::move(peer));
   execution_.links().add(std::move(link));
   return {};
@@ -143,12 +143,12 @@ std::shared_ptr<Group> World::make_group(const Group& parent, const int32_t* mem
   return tfring::make_group(settings_, parent, members, num_members, name);
 }
 
-// Ends a call in another thread, waits for that, says goodbye. From within a call of this thread's it only
-// ends that; the last owner of the world releases it.
+// Ends a call in another thread, waits for that, sends a closing frame. From within a call of this thread's
+// it only ends that; the last owner of the world releases it.
 void World::close() {
-  news_.announce_close();
-  if (turn_.is_this_threads()) return;
-  turn_.wait();
+  wake_event_.announce_close();
+  if (call_lock_.is_this_threads()) return;
+  call_lock_.wait();
   unwatch(this);
   const auto liveness = liveness_.lock();
   if (!liveness->close()) return;
@@ -158,7 +158,7 @@ void World::close() {
 
 tfring_statistics World::statistics() {
   std::unique_lock<std::mutex> lock;
-  if (!turn_.is_this_threads()) lock = turn_.wait();  // else it is a signal handler's
+  if (!call_lock_.is_this_threads()) lock = call_lock_.wait();  // else it is a signal handler's
   tfring_statistics statistics = execution_.statistics();
   statistics.scratch_bytes = collectives_.scratch_bytes() + row_reduction_.scratch_bytes();
   return statistics;
@@ -177,9 +177,9 @@ int World::watch(int64_t now, int64_t late, const Poll& poll) {
 }
 
 Status World::run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                  const int64_t* counts, tfring_place place, void* context) {
+                  const int64_t* counts, tfring_allocate allocate, void* context) {
   const bool is_barrier = call.kind == static_cast<int32_t>(Kind::kBarrier);
-  Turn::Claim claim(&turn_, call, is_barrier ? nullptr : group);
+  CallLock::Claim claim(&call_lock_, call, is_barrier ? nullptr : group);
   const Status taken = claim.take();
   if (!taken.ok()) return taken.code == Code::kMismatch ? liveness_.lock()->break_up(taken) : taken;
   Status status;
@@ -187,7 +187,7 @@ Status World::run(Group* group, const tfring_call& call, const tfring_tensor* te
   try {
     status = begin(group, call, tensors, num_tensors);
     has_begun = status.ok();
-    if (has_begun) status = run_begun(call, tensors, num_tensors, counts, place, context);
+    if (has_begun) status = run_begun(call, tensors, num_tensors, counts, allocate, context);
   } catch (const std::bad_alloc&) {  // perhaps after the call was counted, so the ring is of no more use
     status = execution_.fail_without_memory();
   }
@@ -233,12 +233,12 @@ void World::end(const Status& status) {
 }
 
 Status World::run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                        const int64_t* counts, tfring_place place, void* context) {
+                        const int64_t* counts, tfring_allocate allocate, void* context) {
   const Kind kind = static_cast<Kind>(call.kind);
   if (kind == Kind::kAllReduceRows)
-    return row_reduction_.all_reduce_rows(call, tensors, num_tensors, place, context);
+    return row_reduction_.all_reduce_rows(call, tensors, num_tensors, allocate, context);
   if (learns_rows(kind) || is_pairwise(kind))
-    return exchange_.run(call, tensors, num_tensors, counts, place, context);
+    return exchange_.run(call, tensors, num_tensors, counts, allocate, context);
   return collectives_.run(call, tensors, num_tensors);
 }
 

@@ -3,10 +3,10 @@
 //     rank ◄──data──► peer                   one link for each pair that exchanges anything; control frames
 //                                            apart from it
 //
-//   World (world.cc)                         begin and end of calls, of which one at a time has the Turn
-//                                            (turn.cc); puts together the others
+//   World (world.cc)                         begin and end of calls, of which one at a time has the CallLock
+//                                            (call_lock.cc); puts together the others
 //
-//   of the thread that has the turn:
+//   of the thread that holds the call lock:
 //     RowReduction (reduce_rows.cc)          the sum of rows under ids, made of exchanges; RowSums (rows.cc)
 //     Exchange (exchange.cc)                 collectives whose sizes are learned on the way; sends, receives
 //     Collectives (collectives.cc)           those whose sizes are known
@@ -25,8 +25,8 @@
 //                                            off, and why the world broke
 //     Calls (calls.cc)                       what each pair of ranks has begun together
 //
-//   Settings never change; Group (group.cc): some of the ranks; Call: the one under way, which News wakes;
-//   Record (trace.cc): of a call, if a trace is written; Fd (fd.cc): closes in a forked child
+//   Settings never change; Group (group.cc): some of the ranks; Call: the one under way, which WakeEvent
+//   wakes; Record (trace.cc): of a call, if a trace is written; Fd (fd.cc): closes in a forked child
 //
 // A plan knows peers and memory, the execution knows plans and links; neither knows collectives. Nothing is
 // allocated while bytes move: plans keep their memory from one collective to the next, and scratch grows
@@ -37,6 +37,7 @@
 #include <memory>
 #include <vector>
 
+#include "call_lock.h"
 #include "collectives.h"
 #include "core.h"
 #include "exchange.h"
@@ -45,12 +46,11 @@
 #include "group.h"
 #include "guarded.h"
 #include "liveness.h"
-#include "news.h"
 #include "process.h"
 #include "reduce_rows.h"
 #include "settings.h"
 #include "status.h"
-#include "turn.h"
+#include "wake_event.h"
 #include "watcher.h"
 
 namespace tfring {
@@ -71,7 +71,7 @@ class World final : private Watched {
 
   // Runs the call of call.kind.
   Status run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-             const int64_t* counts, tfring_place place, void* context);
+             const int64_t* counts, tfring_allocate allocate, void* context);
 
   tfring_statistics statistics();
   // The first failure, after which nothing works; ok if there was none.
@@ -91,16 +91,16 @@ class World final : private Watched {
 
   Status begin(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                   const int64_t* counts, tfring_place place, void* context);
+                   const int64_t* counts, tfring_allocate allocate, void* context);
   void end(const Status& status);
 
   const Settings settings_;
   RingState state_;  // for the process's other worlds to read
-  News news_;
+  WakeEvent wake_event_;
   Guarded<Liveness> liveness_;
 
-  Turn turn_;
-  // These belong to the thread that has the turn.
+  CallLock call_lock_;
+  // These belong to the thread that holds the call lock.
   Execution execution_;
   Collectives collectives_;
   Exchange exchange_;

@@ -38,7 +38,7 @@ _REDUCTIONS = {"All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "
 _READS = {"ReadVariableOp", "LookupTableFindV2", "LookupTableSizeV2", "Assert"}  # stateful, but alike for all rows
 
 
-def treats_rows_apart(function: Any, element_spec: Any) -> bool:
+def is_rowwise(function: Any, element_spec: Any) -> bool:
     """Returns True if each row of a map's outputs is made from that row of its inputs alone.
 
     Args:
@@ -152,7 +152,7 @@ def _are_broadcast(inputs: list[tf.Tensor], is_rows: list[bool]) -> bool:
 
 
 def _keeps_rows(tensor: tf.Tensor, shape: tf.Tensor) -> bool:
-    """Returns True if a static shape `[-1, ...]` has the items of a row behind its first dimension."""
+    """Returns True if a static shape `[-1, ...]` has the items of a row after its first dimension."""
     sizes = _value(shape)
     of_row = tensor.shape[1:].num_elements()
     if sizes is None or of_row is None or sizes.size == 0 or sizes[0] != -1:

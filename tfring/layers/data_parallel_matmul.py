@@ -24,7 +24,7 @@ from tfring import _tf, step
 from tfring.ring.collectives import Collectives
 
 
-class OwnRows:
+class DataParallelMatmul:
     """The ranks of an axis, each with rows of its own.
 
     Args:

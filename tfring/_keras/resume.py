@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data.plan import plan_of
 from tfring.errors import ConfigurationError
-
-# Operations by which a function in a dataset keeps something from one pass to the next.
-_KEEPS = ("PyFunc", "EagerPyFunc", "Assign", "RngReadAndSkip", "RngSkip", "StatefulUniform", "StatefulStandardNormal")
 
 
 class _Fit:
@@ -49,7 +47,7 @@ def fit_under_way() -> Iterator[None]:
         _fits.pop()
 
 
-def resume_training(executions: Sequence[int], logs: dict | None) -> None:
+def training(executions: Sequence[int], logs: dict | None) -> None:
     """Has the innermost `fit` begin its first epoch at the position that another had reached in its data.
 
     Args:
@@ -70,7 +68,7 @@ def skip_passes(number: int) -> None:
     """
     epoch_iterator = _fits[-1].iterator
     epoch_iterator._num_batches = None
-    draws = isinstance(epoch_iterator.source, tf.data.Dataset) and _keeps(epoch_iterator.source)
+    draws = isinstance(epoch_iterator.source, tf.data.Dataset) and plan_of(epoch_iterator.source).keeps_between_passes
     for _ in range(number):
         step = next(epoch_iterator.begin_pass())
         if draws:
@@ -84,7 +82,7 @@ def interrupted_logs() -> dict | None:
     return _fits[-1].logs if _fits else None
 
 
-def resume_validation(model: Any, executions: Sequence[int]) -> None:
+def validation(model: Any, executions: Sequence[int]) -> None:
     """Resumes the validation data of `model` after validations of `executions` executions each."""
     model._eval_epoch_iterator.position = Position([*executions, 0], reset=True)
 
@@ -94,13 +92,13 @@ def draws_from_python() -> bool:
     return _keeps_between_passes(_fits[-1].iterator._distributed_dataset)
 
 
-def found_data(epoch_iterator: Any) -> None:
+def note_data(epoch_iterator: Any) -> None:
     """Notes Keras' iterator of the training data of the innermost `fit`, the first that it makes."""
     if _fits and _fits[-1].iterator is None:
         _fits[-1].iterator = epoch_iterator
 
 
-def resumed(epoch_iterator: Any, position: Position) -> Iterator[tuple]:
+def fast_forwarded(epoch_iterator: Any, position: Position) -> Iterator[tuple]:
     """Yields the steps of a pass after those that were taken before.
 
     Args:
@@ -144,14 +142,4 @@ def _keeps_between_passes(distributed: Any) -> bool:
     datasets = getattr(distributed, "_cloned_datasets", None)
     if datasets is None:  # of `distribute_datasets_from_function`, and what else yields batches
         return True
-    return any(_keeps(dataset) for dataset in datasets)
-
-
-def _keeps(dataset: tf.data.Dataset) -> bool:
-    """Returns True if a dataset, or one it is made of, yields in a pass what depends on the draws of earlier ones."""
-    for each in _tf.pipeline(dataset):
-        if type(each).__name__ == "CacheDataset":  # keeps the order of the first
-            return True
-        if any(node.op.startswith(_KEEPS) for graph in _tf.graphs_of(each) for node in _tf.nodes_of(graph)):
-            return True
-    return False
+    return any(plan_of(dataset).keeps_between_passes for dataset in datasets)

@@ -3,7 +3,7 @@
 ```
 forward    Embedding ─► the batch's ids ─► (1) pull rows ─► table's rows ─► lookup
 backward   gradients, weighed by rows ─► (2) push to the servers that hold each shard ─► (3) values come back
-behind     the loop over batches ─► (4) pull all, so that evaluation, callbacks and files see full weights
+after      the loop over batches ─► (4) pull all, so that evaluation, callbacks and files see full weights
 ```
 
 A worker keeps full weights: (3) renews those that travel in full, (1) a large table's rows before they are read. Its
@@ -24,15 +24,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _tf, partition, step
-from tfring._keras import configuration, place
+from tfring._keras import configuration, resume
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater, assign, read
 from tfring._keras.seam import seam
-from tfring._keras.sharding import held, mark_of
+from tfring._keras.sharding import mark_of, server_shards
 from tfring._keras.sharding.shards import is_element_wise
 from tfring.cross_device_ops import values_of
 from tfring.data import fingerprint
-from tfring.data.chance import reached_by_chance
+from tfring.data.plan import plan_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
 from tfring.runtime import ring_of
@@ -332,7 +332,7 @@ class ServerUpdater(Updater):
             self._position = {**position, "pass": position["pass"] - 1}
             model._initial_epoch = position["epoch"]
             self._claims = ""
-            place.skip_passes(position["pass"])
+            resume.skip_passes(position["pass"])
             self._claims = None
             rate = told["learning_rates"].get("0")  # as callbacks have set it
             if rate is not None:
@@ -410,7 +410,7 @@ class ServerUpdater(Updater):
                 "asynchronous updates or backup workers all draw the same batches in the same order, and one of them "
                 "trains each. Leave it out. (docs/parameter_servers.md)"
             )
-        left_out = reached_by_chance(dataset)
+        left_out = plan_of(dataset).depends_on_randomness
 
         def claim(number: int, digest: int) -> bool:
             epoch = self._claims
@@ -592,7 +592,7 @@ class _Group:
             [p for p in self._spans if p.server == s] for s in range(self._client.num_servers)
         ]
         with tf.init_scope():  # a configuration holds numbers
-            self._description = held.describe(
+            self._description = server_shards.describe(
                 optimizer,
                 variables,
                 [each.number for each in placed],
@@ -753,7 +753,7 @@ class _Group:
             unused[None] = iter(of_none)
             slots = []
             for number, path in enumerate(described_by["paths"]):
-                _, token, rest = path.partition(held.TOKEN)
+                _, token, rest = path.partition(server_shards.TOKEN)
                 weight = self._indices[int("".join(itertools.takewhile(str.isdigit, rest)))] if token else None
                 slot = next(unused[weight], None)
                 if slot is None:

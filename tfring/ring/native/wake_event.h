@@ -1,4 +1,4 @@
-// News for the call under way, from other threads.
+// Wakes the call under way, from other threads.
 #pragma once
 
 #include <poll.h>
@@ -13,7 +13,7 @@
 namespace tfring {
 
 // A descriptor that wakes the call under way, which then looks what is new. A world of one rank needs none.
-class News {
+class WakeEvent {
  public:
   // Returns whether there is a descriptor for it.
   bool open() {

@@ -14,7 +14,7 @@ _placed: dict[pathlib.Path, int] = {}  # folders of this process, and the inode 
 
 
 @contextlib.contextmanager
-def files(path: pathlib.Path) -> Iterator[str]:
+def replace_files(path: pathlib.Path) -> Iterator[str]:
     """Yields a path beside this one. Each file that is there in the end, one or several, replaces that of its name.
 
     Ranks write the same bytes, or files that say which others belong to them are last: the index of a checkpoint.
@@ -25,7 +25,7 @@ def files(path: pathlib.Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def folder(path: pathlib.Path, is_chief: bool) -> Iterator[str]:
+def replace_folder(path: pathlib.Path, is_chief: bool) -> Iterator[str]:
     """Yields a path beside this one; the folder that is there in the end stands at the path as a whole.
 
     Ranks' folders differ inside, though they load as the same model. So rank 0's remains, and another rank replaces

@@ -21,12 +21,12 @@ TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a sha
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
 
 
-class HeldShards:
-    """The shards of one optimizer's variables on one server. Implements `tfring.servers.service.Held`.
+class ServerShards:
+    """The shards of one optimizer's variables on one server. Implements `tfring.servers.service.ShardStore`.
 
     Args:
       store: all shards of this server, which optimizers of the same variables share.
-      description: of `describe`, what all servers are told.
+      description: of `describe`, which all servers get.
       server: the number of this one.
     """
 
@@ -64,7 +64,7 @@ class HeldShards:
         self._update: Any = None
 
     def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """See `Held`. The arrays are the shards of the variables `values`, and those of `slots`, by number."""
+        """See `ShardStore`. The arrays are the shards of the variables `values`, and those of `slots`, by number."""
         arrays = list(arrays)
         wanted = set(head.get("values", ()))
         for shard, span in zip(self._shards, self._parts, strict=True):
@@ -78,19 +78,19 @@ class HeldShards:
             variable.assign(arrays.pop(0))
 
     def describe(self) -> Mapping[str, Any]:
-        """See `Held`: the path of each variable of the optimizer."""
+        """See `ShardStore`: the path of each variable of the optimizer."""
         return {"paths": [v.path for v in self._optimizer.variables]}
 
     def slots(self) -> tuple[Mapping[str, Any], list[np.ndarray]]:
-        """See `Held`."""
+        """See `ShardStore`."""
         return {}, [v.numpy() for v in self._optimizer.variables]
 
     def iterations(self) -> int:
-        """See `Held`."""
+        """See `ShardStore`."""
         return int(self._optimizer._iterations.numpy())
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> list[Any]:
-        """See `Held`. An array for each shard, or a pair of rows and ids, each once."""
+        """See `ShardStore`. An array for each shard, or a pair of rows and ids, each once."""
         merged: list[Any] = []
         position = 0
         for about in self._about:
@@ -105,14 +105,14 @@ class HeldShards:
         return merged
 
     def norms(self, merged: list[Any]) -> list[float]:
-        """See `Held`."""
+        """See `ShardStore`."""
         if self._clip["kind"] not in ("clipnorm", "global_clipnorm"):
             return []
         values = [gradient[0] if isinstance(gradient, tuple) else gradient for gradient in merged]
         return [float(np.sum(np.square(v, dtype=np.float64))) for v in values]
 
     def update(self, merged: list[Any], norms: list[float] | None, learning_rate: float | None) -> None:
-        """See `Held`; `norms` are sums of squares of the full gradient of each variable."""
+        """See `ShardStore`; `norms` are sums of squares of the full gradient of each variable."""
         if not self._shards:
             return
         bound = self._clip["bound"]
@@ -130,12 +130,12 @@ class HeldShards:
         self._update(*flat)
 
     def values(self, wanted: str) -> list[np.ndarray]:
-        """See `Held`."""
+        """See `ShardStore`."""
         shards = zip(self._shards, self._about, strict=True)
         return [shard.numpy() for shard, about in shards if wanted == "all" or not about["is_pulled_by_rows"]]
 
     def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
-        """See `Held`."""
+        """See `ShardStore`."""
         number = next(i for i, span in enumerate(self._parts) if span["variable"] == variable)
         return tf.gather(self._shards[number].value, ids).numpy()
 

@@ -7,7 +7,7 @@ from common import assert_equal, devices, relative_error
 from harness import strategy, workers
 
 from tfring import _tf
-from tfring.data.by_row import treats_rows_apart
+from tfring.data.rowwise import is_rowwise
 
 WEIGHTS = np.linspace(-1, 1, 15).reshape(5, 3).astype("float32")
 
@@ -110,7 +110,7 @@ def is_by_row(function):
     x, i = of_rows()
     batches = tf.data.Dataset.from_tensor_slices((x, i)).batch(5)
     mapped = batches.map(function)
-    return treats_rows_apart(_tf.dataset_step(mapped).arguments["function"], batches.element_spec), mapped
+    return is_rowwise(_tf.dataset_step(mapped).arguments["function"], batches.element_spec), mapped
 
 
 @pytest.mark.oldest
@@ -136,7 +136,7 @@ def test_a_map_that_looks_at_other_rows_is_not_taken_for_one_of_rows(name):
 def test_elements_that_are_no_dense_tensors_are_mapped_whole():
     batches = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [2.0, 3.0]]))
     mapped = batches.map(lambda x: 2 * x)
-    assert not treats_rows_apart(_tf.dataset_step(mapped).arguments["function"], batches.element_spec)
+    assert not is_rowwise(_tf.dataset_step(mapped).arguments["function"], batches.element_spec)
 
 
 def of_static_batches():

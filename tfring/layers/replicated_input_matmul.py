@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.layers.own_rows import unflatten_columns
+from tfring.layers.data_parallel_matmul import unflatten_columns
 from tfring.ring.collectives import Collectives
 
 
-class SameRows:
+class ReplicatedInputMatmul:
     """The ranks of an axis, which hold the same rows.
 
     Args:

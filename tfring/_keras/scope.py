@@ -49,7 +49,7 @@ def scope_of(made: Any) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if ring is None or tf.distribute.has_strategy() else ring.scope()
 
 
-def take_in_model(model: Any) -> None:
+def adopt_model(model: Any) -> None:
     """Makes a model that was composed outside the scope its strategy's, where a layer of it was made inside."""
     if getattr(model, "_distribute_strategy", None) is not None:
         return
@@ -79,13 +79,13 @@ def _warn_of(made: Any, strategy: tf.distribute.Strategy | None, trained: str, s
     where = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
         f"{type(made).__name__} {made.name!r} {where}: {trained} trains alone on each of "
-        f"{ring.cluster.world_size} workers that train it, and their files overwrite each other. "
+        f"{ring.cluster.world_size} workers, so each gets other weights, and overwrites files of the others. "
         f"To train one model on all of them, make model and optimizer {SCOPE}.",
         stacklevel=stacklevel,
     )
 
 
-def take_in_metrics(model: Any, ring: Ring) -> None:
+def adopt_metrics(model: Any, ring: Ring) -> None:
     """Makes metrics its strategy's that a model holds, and those of `compile`, which its first step takes in."""
     compiled = model._compile_metrics
     given = compiled and (compiled._user_metrics, compiled._user_weighted_metrics)
@@ -102,9 +102,9 @@ def refuse_weights(model: Any, ring: Ring) -> None:
     layers = [layer for layer in _layers_as_written(model) if any(id(v) in outside for v in layer.trainable_variables)]
     layers = layers or [model]
     raise ConfigurationError(
-        f"Model {model.name!r} has layers made outside of its strategy's scope: "
+        f"Model {model.name!r} has layers whose weights were made outside of its strategy's scope: "
         f"{', '.join(f'{type(layer).__name__} {layer.name!r}' for layer in layers)}. Move the lines that make them "
-        f"{SCOPE}."
+        f"(the layers, `build`, `enable_lora`) {SCOPE}."
     )
 
 

@@ -1,5 +1,5 @@
-// Waiting for the turn, where Ctrl-C and the end of the world still come through.
-#include "turn.h"
+// Waiting for the call lock, where Ctrl-C and the end of the world still come through.
+#include "call_lock.h"
 
 #include <chrono>
 #include <cstring>
@@ -14,8 +14,8 @@ constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
 
 }  // namespace
 
-// A signal handler that runs inside a collective may call another on the thread that has the turn.
-Status Turn::take(Claim* claim) {
+// A signal handler that runs inside a collective may call another on the thread that holds the call lock.
+Status CallLock::take(Claim* claim) {
   if (is_this_threads()) {
     return {Code::kInvalid, std::string("\"") + claim->call.name +
                                 "\" was called from within a collective of ring \"" + settings_.name +
@@ -24,16 +24,16 @@ Status Turn::take(Claim* claim) {
   std::unique_lock<std::mutex> lock(mutex_);
   add(claim);
   Status status = contended(*claim);
-  if (status.ok()) status = wait_for_turn(claim->call, &lock);
+  if (status.ok()) status = wait_for_lock(claim->call, &lock);
   if (status.ok()) status = contended(*claim);
   if (!status.ok()) return status;
-  is_taken_ = claim->has_turn_ = true;
+  is_taken_ = claim->is_held_ = true;
   owner_ = std::this_thread::get_id();
   return {};
 }
 
-Status Turn::wait_for_turn(const tfring_call& call, std::unique_lock<std::mutex>* lock) {
-  while (is_taken_ && !news_.is_closing()) {
+Status CallLock::wait_for_lock(const tfring_call& call, std::unique_lock<std::mutex>* lock) {
+  while (is_taken_ && !wake_event_.is_closing()) {
     changed_.wait_for(*lock, kSlice);
     if (!is_taken_ || call.caller == TFRING_ANY_THREAD) continue;
     lock->unlock();  // a handler may close this world
@@ -44,27 +44,27 @@ Status Turn::wait_for_turn(const tfring_call& call, std::unique_lock<std::mutex>
       return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\"",
               Reason::kInterrupted, settings_.rank};
   }
-  if (news_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
+  if (wake_event_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
   return {};
 }
 
-Status Turn::settle(Claim* claim) {
+Status CallLock::settle(Claim* claim) {
   std::lock_guard<std::mutex> lock(mutex_);
   remove(claim);
   return contended(*claim);
 }
 
-void Turn::leave(Claim* claim) {
-  if (claim->has_turn_) owner_ = std::thread::id();
+void CallLock::leave(Claim* claim) {
+  if (claim->is_held_) owner_ = std::thread::id();
   std::lock_guard<std::mutex> lock(mutex_);
   remove(claim);
-  if (!claim->has_turn_) return;
+  if (!claim->is_held_) return;
   is_taken_ = false;
   changed_.notify_all();
 }
 
 // Adds a claim, and marks it and every other of the same call.
-void Turn::add(Claim* claim) {
+void CallLock::add(Claim* claim) {
   for (Claim* other = claims_; other != nullptr; other = other->next_) {
     if (claim->group == nullptr || claim->group->size() == 1 || claim->group != other->group) continue;
     if (std::strcmp(claim->call.name, other->call.name) != 0) continue;
@@ -75,15 +75,15 @@ void Turn::add(Claim* claim) {
   claim->is_listed_ = true;
 }
 
-void Turn::remove(Claim* claim) {
+void CallLock::remove(Claim* claim) {
   if (!claim->is_listed_) return;
-  Claim** place = &claims_;
-  while (*place != claim) place = &(*place)->next_;
-  *place = claim->next_;
+  Claim** link = &claims_;
+  while (*link != claim) link = &(*link)->next_;
+  *link = claim->next_;
   claim->is_listed_ = false;
 }
 
-Status Turn::contended(const Claim& claim) const {
+Status CallLock::contended(const Claim& claim) const {
   if (!claim.is_contended_) return {};
   return {Code::kMismatch,
           "two threads of rank " + std::to_string(settings_.rank) + " called \"" + claim.call.name +
@@ -94,7 +94,7 @@ Status Turn::contended(const Claim& claim) const {
           Reason::kThreads, settings_.rank};
 }
 
-std::unique_lock<std::mutex> Turn::wait() {
+std::unique_lock<std::mutex> CallLock::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.notify_all();  // those that wait for it see that the world closes
   changed_.wait(lock, [this] { return !is_taken_; });

@@ -10,22 +10,22 @@ import tensorflow as tf
 from tfring import _tf
 
 _RANDOM = ("Random", "TruncatedNormal", "Multinomial", "SampleDistorted", "StatefulUniform", "StatefulStandardNormal")
-_NO_CHANCE = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but alike on every rank
+_ALIKE_ON_RANKS = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but alike on every rank
 
 
-def reached_by_chance(dataset: tf.data.Dataset) -> list[bool]:
+def depends_on_randomness(dataset: tf.data.Dataset) -> list[bool]:
     """Returns for each component whether ranks may hold other values of the same rows.
 
-    They may behind a `map` that draws random numbers, calls Python or reads a variable, in those of its outputs which
+    They may after a `map` that draws random numbers, calls Python or reads a variable, in those of its outputs which
     these reach, and stay so in what keeps the components, such as `zip`, `cache`, `padded_batch`, `unbatch`. A step
-    that chooses rows by such values, such as `filter`, would choose others on each rank: behind it all is compared.
+    that chooses rows by such values, such as `filter`, would choose others on each rank: after it all is compared.
     """
     inputs = _tf.datasets_before(dataset)
-    before = [reached_by_chance(d) for d in inputs]
+    before = [depends_on_randomness(d) for d in inputs]
     count = len(tf.nest.flatten(dataset.element_spec))
     graphs = _tf.graphs_of(dataset)
     if _tf.dataset_step(dataset).kind == "map":
-        reached = _outputs_reached(graphs[0], before[0], _is_chance)
+        reached = _outputs_reached(graphs[0], before[0], _may_differ_by_rank)
         return reached if len(reached) == count else [any(reached)] * count
     reached = _combined(before, count)
     for graph in graphs:
@@ -79,9 +79,9 @@ def _has(node: Any, library: dict, is_source: Callable[[str], bool]) -> bool:
     return is_source(node.op)
 
 
-def _is_chance(kind: str) -> bool:
+def _may_differ_by_rank(kind: str) -> bool:
     """Returns whether operations of a kind may give other values on each rank."""
-    return _tf.is_stateful(kind) and not kind.startswith(_NO_CHANCE)
+    return _tf.is_stateful(kind) and not kind.startswith(_ALIKE_ON_RANKS)
 
 
 def _is_random(kind: str) -> bool:
