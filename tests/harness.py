@@ -87,16 +87,16 @@ class Workers:
         """Calls `fn(*args)`, or `fn(*args, per_rank[rank])`, on every rank.
 
         Args:
-            fn: A function at the top level of a module (workers import it by name).
-            *args: Pickled; NumPy arrays rather than tensors.
-            per_rank: One more, last argument for each rank.
-            timeout: Seconds until the processes are shown their stacks, killed and replaced.
+          fn: A function at the top level of a module (workers import it by name).
+          *args: Pickled; NumPy arrays rather than tensors.
+          per_rank: One more, last argument for each rank.
+          timeout: Seconds until the processes are shown their stacks, killed and replaced.
 
         Returns:
-            The results, by rank.
+          The results, by rank.
 
         Raises:
-            WorkersFailedError: Any rank raised, died or ran out of time.
+          WorkersFailedError: Any rank raised, died or ran out of time.
         """
         __tracebackhide__ = True
         if per_rank is not None and len(per_rank) != self.world_size:
@@ -122,11 +122,11 @@ def workers(
     """The session's `n` worker processes, started on first use and kept for later tests.
 
     Args:
-        n: World size.
-        communication: "ring" or "tensorflow"; what `harness.strategy()` passes to `RingStrategy`.
-        logical_cpus: Logical CPU devices in each process, so that a worker holds several replicas.
-        tensorflow: Whether the processes import it; without, they start in a moment.
-        env: Environment of the processes, for what is read once, with TensorFlow's first device.
+      n: World size.
+      communication: "ring" or "tensorflow"; what `harness.strategy()` passes to `RingStrategy`.
+      logical_cpus: Logical CPU devices in each process, so that a worker holds several replicas.
+      tensorflow: Whether the processes import it; without, they start in a moment.
+      env: Environment of the processes, for what is read once, with TensorFlow's first device.
     """
     if communication not in COMMUNICATIONS:
         raise ValueError(f"`communication` is one of {COMMUNICATIONS}. Received: {communication!r}.")

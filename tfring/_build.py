@@ -45,7 +45,7 @@ def compiler() -> list[str]:
     """The command of the C++ compiler: CXX, else g++.
 
     Raises:
-        BuildError: There is none; says what to install.
+      BuildError: There is none; says what to install.
     """
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(command[0]) is None:
@@ -59,14 +59,14 @@ def build(
     """Compiles the two libraries into `directory`, unless those there are newer than the sources.
 
     Args:
-        directory: Where the libraries go.
-        extra_flags: For the compiler, e.g. `("-fsanitize=thread",)`.
+      directory: Where the libraries go.
+      extra_flags: For the compiler, e.g. `("-fsanitize=thread",)`.
 
     Returns:
-        The paths of the two libraries.
+      The paths of the two libraries.
 
     Raises:
-        BuildError: No compiler, or it failed; with its output.
+      BuildError: No compiler, or it failed; with its output.
     """
     directory.mkdir(parents=True, exist_ok=True)
     core = directory / "libtfring_core.so"

@@ -22,7 +22,7 @@ def check_tensorflow() -> None:
     """Imports TensorFlow and checks its version.
 
     Raises:
-        UnsupportedTensorFlowError: There is none, or it is older than `OLDEST`. The message has the line to type.
+      UnsupportedTensorFlowError: There is none, or it is older than `OLDEST`. The message has the line to type.
 
     Warns of a version newer than `NEWEST`, once.
     """
@@ -56,7 +56,7 @@ def check_keras(version: str) -> None:
     """Checks the text of a version of Keras; warns of one newer than `NEWEST_KERAS`.
 
     Raises:
-        ConfigurationError: It is older than `OLDEST_KERAS`.
+      ConfigurationError: It is older than `OLDEST_KERAS`.
 
     >>> check_keras("3.14.0")
     """

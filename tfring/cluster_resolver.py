@@ -21,12 +21,12 @@ class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     is alone has an empty cluster and no task.
 
     Args:
-      cluster: a `tfring.Cluster`; by default what `RingStrategy()` would find.
-      release_port: whether to give up the socket that tfring may hold at this worker's address, so that TensorFlow's
+      cluster: A `tfring.Cluster`; by default what `RingStrategy()` would find.
+      release_port: Whether to give up the socket that tfring may hold at this worker's address, so that TensorFlow's
         server can listen there. `RingStrategy`, which listens at it itself, does not.
 
     Attributes:
-      cluster: the `tfring.Cluster`.
+      cluster: The `tfring.Cluster`.
       rpc_layer: "grpc"; may be set.
 
     >>> resolver = ClusterResolver(Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1))

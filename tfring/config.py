@@ -217,11 +217,11 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     """The value of a setting, from the environment or its default. An empty variable counts as unset.
 
     Args:
-        name: A key of `SETTINGS`.
-        environ: Where to look; `os.environ` by default.
+      name: A key of `SETTINGS`.
+      environ: Where to look; `os.environ` by default.
 
     Raises:
-        ConfigurationError: The variable holds something it may not hold.
+      ConfigurationError: The variable holds something it may not hold.
 
     Example:
         >>> read("TFRING_TRANSPORT", {"TFRING_TRANSPORT": "tcp"})

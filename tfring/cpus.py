@@ -24,7 +24,7 @@ def share_of_cores(
     """Returns the CPUs for one of the workers of this host: whole cores that lie together, of those it may use.
 
     Raises:
-        ConfigurationError: There are fewer cores than workers.
+      ConfigurationError: There are fewer cores than workers.
     """
     cores: dict[tuple[int, int], set[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):

@@ -28,12 +28,12 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     ```
 
     Args:
-      collectives: the engine, see `tfring.ring.collectives`.
-      devices: this worker's, one a replica; where results go whose destination has no device. Default: wherever they
+      collectives: The engine, see `tfring.ring.collectives`.
+      devices: This worker's, one a replica; where results go whose destination has no device. Default: wherever they
         are computed, for one replica.
-      sparse: how IndexedSlices are reduced.
-      buckets: how many bytes of dense values go into one collective. Default: as within a host.
-      compression: what dense float32 travels as.
+      sparse: How IndexedSlices are reduced.
+      buckets: How many bytes of dense values go into one collective. Default: as within a host.
+      compression: What dense float32 travels as.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Sums a worker's values over all workers; sparse ones come back with each id once, or dense.
 
         Args:
-          values: one worker's tensors and IndexedSlices.
-          name: what they are, for errors and traces.
-          value_names: a name for each value (the variable of a gradient), for errors.
+          values: One worker's tensors and IndexedSlices.
+          name: What they are, for errors and traces.
+          value_names: A name for each value (the variable of a gradient), for errors.
           active: bool scalar; where False this worker contributes nothing, whatever its values hold.
-          keep_sparse: whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
+          keep_sparse: Whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
         """
         world_size = self._collectives.world_size
 
@@ -114,13 +114,13 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Sums values over all workers and returns this worker's shards of the sums.
 
         Args:
-          values: one worker's tensors and IndexedSlices.
-          shardings: of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
+          values: One worker's tensors and IndexedSlices.
+          shardings: Of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
             become dense.
-          name: what they are, for errors and traces.
-          value_names: a name for each value.
-          active: as of `sum_over_workers`.
-          is_zero_unless_active: whether dense values hold zeros where `active` is False.
+          name: What they are, for errors and traces.
+          value_names: A name for each value.
+          active: As of `sum_over_workers`.
+          is_zero_unless_active: Whether dense values hold zeros where `active` is False.
         """
         rank, world_size = self._collectives.rank, self._collectives.world_size
 
@@ -171,9 +171,9 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
 
         Args:
-          per_replica: a PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica (what
+          per_replica: A PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica (what
             TensorFlow makes of one object that all replicas hand over).
-          active: one bool scalar a replica, or None.
+          active: One bool scalar a replica, or None.
         """
         values = values_of(per_replica)
         if len(values) == 1:

@@ -37,7 +37,7 @@ def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_shard
     `is_sharded` says of each whether ranks along other axes than "data" hold other shards: it is compared along "data".
 
     Raises:
-      tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ from replica 0.
+      tf.errors.InvalidArgumentError: On every rank, naming the variables and the replicas that differ from replica 0.
     """
     chosen = [
         (variable, name, is_sharded)

@@ -28,10 +28,10 @@ class TfringError(RuntimeError):
     """Base of every error tfring raises on purpose.
 
     Attributes:
-        reason: A `Reason`, where ranks cannot go on together; else None.
-        rank: The rank that the reason concerns; None where it concerns none, or all.
-        other: Of ranks that do not reach each other, or disagree, the other one; else None.
-        call: The name of the collective in which this rank was, empty outside of one.
+      reason: A `Reason`, where ranks cannot go on together; else None.
+      rank: The rank that the reason concerns; None where it concerns none, or all.
+      other: Of ranks that do not reach each other, or disagree, the other one; else None.
+      call: The name of the collective in which this rank was, empty outside of one.
 
     Example:
         >>> from tfring.errors import PeerLostError, TfringError

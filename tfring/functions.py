@@ -87,8 +87,8 @@ def barrier() -> None:
     """Returns when all ranks have called it.
 
     Raises:
-        MismatchError, PeerLostError, CollectiveTimeoutError: Another rank calls something else, has ended, or
-            takes longer than `TFRING_TIMEOUT_SECONDS`.
+      MismatchError, PeerLostError, CollectiveTimeoutError: Another rank calls something else, has ended, or
+        takes longer than `TFRING_TIMEOUT_SECONDS`.
 
     >>> barrier()
     """
@@ -102,17 +102,17 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     """Reduces a value over all ranks, which all call it; the result is the same on every rank.
 
     Args:
-        value: A number, an array or a tensor (eager or in a `tf.function`), of one shape and dtype on all ranks; or a
-            list of arrays, or of tensors, of one dtype.
-        op: "sum", "mean", "max", "min" or "product". The mean of integers is a float64. bool has max (any) and min
-            (all).
+      value: A number, an array or a tensor (eager or in a `tf.function`), of one shape and dtype on all ranks; or a
+        list of arrays, or of tensors, of one dtype.
+      op: "sum", "mean", "max", "min" or "product". The mean of integers is a float64. bool has max (any) and min
+        (all).
 
     Returns:
-        A Python number for a Python number; else an array, a tensor or a list, as `value`.
+      A Python number for a Python number; else an array, a tensor or a list, as `value`.
 
     Raises:
-        ValueError: `op` is another, or the dtype cannot be reduced.
-        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      ValueError: `op` is another, or the dtype cannot be reduced.
+      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
 
     >>> all_reduce(0.5, "mean"), all_reduce(np.array([1, 2]), "max")
     (0.5, array([1, 2]))
@@ -137,16 +137,16 @@ def all_gather(value: Any) -> Any:
     """Gathers the values of all ranks, which all call it.
 
     Args:
-        value: An array or a tensor `[rows, ...]`, whose number of rows may differ from rank to rank; or a plain Python
-            value (None, numbers, texts, lists, dicts), which travels as JSON and never as pickle.
+      value: An array or a tensor `[rows, ...]`, whose number of rows may differ from rank to rank; or a plain Python
+        value (None, numbers, texts, lists, dicts), which travels as JSON and never as pickle.
 
     Returns:
-        The rows of all ranks, those of rank 0 first; of plain values, a list with one for each rank. Tuples come back
-        as lists.
+      The rows of all ranks, those of rank 0 first; of plain values, a list with one for each rank. Tuples come back
+      as lists.
 
     Raises:
-        TypeError: On all ranks, where one has a value that JSON does not have.
-        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      TypeError: On all ranks, where one has a value that JSON does not have.
+      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
 
     >>> all_gather({"loss": 0.5})
     [{'loss': 0.5}]
@@ -177,18 +177,18 @@ def broadcast(value: Any, root: int = 0) -> Any:
     """Returns the value of rank `root` on every rank; all ranks call it.
 
     Args:
-        value: An array, a tensor, or a plain Python value (None, numbers, texts, lists, dicts), which travels as JSON
-            and never as pickle. What other ranks than `root` pass does not matter; in a `tf.function` they pass a
-            tensor of the same shape and dtype.
-        root: A rank, from 0 to `world_size() - 1`.
+      value: An array, a tensor, or a plain Python value (None, numbers, texts, lists, dicts), which travels as JSON
+        and never as pickle. What other ranks than `root` pass does not matter; in a `tf.function` they pass a
+        tensor of the same shape and dtype.
+      root: A rank, from 0 to `world_size() - 1`.
 
     Returns:
-        On every rank a copy: an array for an array, a tensor for a tensor. Tuples in plain values come back as lists.
+      On every rank a copy: an array for an array, a tensor for a tensor. Tuples in plain values come back as lists.
 
     Raises:
-        TypeError: On all ranks, where the root has a value that JSON does not have.
-        ValueError: `root` is no rank.
-        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      TypeError: On all ranks, where the root has a value that JSON does not have.
+      ValueError: `root` is no rank.
+      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
 
     >>> broadcast({"run": "a", "folds": [1, 2]})
     {'run': 'a', 'folds': [1, 2]}

@@ -40,13 +40,13 @@ def gpu_variables(
     which then share them, TensorFlow takes memory as it needs it, unless the environment says whether it does.
 
     Args:
-        local_rank: The number of the process among the workers of its host.
-        num_workers: The number of these.
-        environ: The environment it starts from. TFRING_GPUS=all leaves it as it is.
-        is_server: Whether it is a parameter server, which computes on CPUs.
+      local_rank: The number of the process among the workers of its host.
+      num_workers: The number of these.
+      environ: The environment it starts from. TFRING_GPUS=all leaves it as it is.
+      is_server: Whether it is a parameter server, which computes on CPUs.
 
     Returns:
-        Nothing where there are no GPUs.
+      Nothing where there are no GPUs.
 
     >>> gpu_variables(1, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}), gpu_variables(1, 4, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     ({'CUDA_VISIBLE_DEVICES': '5'}, {'TF_FORCE_GPU_ALLOW_GROWTH': 'true'})

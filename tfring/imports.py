@@ -71,7 +71,7 @@ def without_collections(as_old: bool = True) -> Iterator[None]:
     """Keeps Python from looking for garbage.
 
     Args:
-      as_old: whether what is made meanwhile counts as old, as what is never garbage does; else as new.
+      as_old: Whether what is made meanwhile counts as old, as what is never garbage does; else as new.
 
     >>> import gc
     >>> with without_collections():

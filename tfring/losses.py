@@ -28,7 +28,7 @@ def gather_for_loss(tensors: Any) -> Any:
     gradients are summed, it is the sum over replicas of the gradients of their losses.
 
     Args:
-      tensors: a tensor `[rows, ...]` of any number dtype or bool, or a nested structure of such tensors and None.
+      tensors: A tensor `[rows, ...]` of any number dtype or bool, or a nested structure of such tensors and None.
         Replicas may have different numbers of rows, also none.
 
     Returns:
@@ -36,8 +36,8 @@ def gather_for_loss(tensors: Any) -> Any:
       batch. Floats have gradients. With one replica, and outside of replicas, the tensors as they are.
 
     Raises:
-      TypeError: for ragged and sparse tensors, and strings.
-      ValueError: for scalars.
+      TypeError: For ragged and sparse tensors, and strings.
+      ValueError: For scalars.
 
     >>> gather_for_loss({"anchors": tf.constant([[1.0], [2.0]]), "labels": tf.constant([0, 1])})["labels"].numpy()
     array([0, 1], dtype=int32)

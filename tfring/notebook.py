@@ -44,19 +44,19 @@ def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
     other ranks than 0 with "[rank] " in front. The notebook's own TensorFlow is not touched, so cells may have used it.
 
     Args:
-        fn: A function that makes the strategy, the model and the data, and trains. A function of the notebook goes to
-            the workers as its source, with what it uses of the notebook: modules, functions, and numbers, texts, lists
-            and dicts of such.
-        n: The number of workers, 1 or more.
-        args: Arguments for `fn`, of the same plain values; what is larger is read in `fn`.
+      fn: A function that makes the strategy, the model and the data, and trains. A function of the notebook goes to
+        the workers as its source, with what it uses of the notebook: modules, functions, and numbers, texts, lists
+        and dicts of such.
+      n: The number of workers, 1 or more.
+      args: Arguments for `fn`, of the same plain values; what is larger is read in `fn`.
 
     Returns:
-        What `fn` returns on rank 0: None, numbers, texts, lists and dicts of such, which come as JSON; tuples come back
-        as lists.
+      What `fn` returns on rank 0: None, numbers, texts, lists and dicts of such, which come as JSON; tuples come back
+      as lists.
 
     Raises:
-        ConfigurationError: `fn`, `n` or `args` is something else, or this process is a worker itself.
-        TfringError: A worker failed; the message names the first, and its traceback is printed above.
+      ConfigurationError: `fn`, `n` or `args` is something else, or this process is a worker itself.
+      TfringError: A worker failed; the message names the first, and its traceback is printed above.
 
     >>> def train(epochs):
     ...     import tfring
@@ -93,7 +93,7 @@ def encoded(value: Any) -> str:
     """Returns the JSON of what a function returns on a worker.
 
     Raises:
-        ConfigurationError: JSON does not have it.
+      ConfigurationError: JSON does not have it.
 
     >>> encoded({"loss": [0.5]})
     '{"loss": [0.5]}'
@@ -110,7 +110,7 @@ def source_of(fn: Any) -> str:
     """Returns the text of a script that defines `fn` and what it uses of its notebook.
 
     Raises:
-        ConfigurationError: It cannot be made again from its source, or uses what cannot.
+      ConfigurationError: It cannot be made again from its source, or uses what cannot.
     """
     _check(fn)
     if fn.__module__ != "__main__":

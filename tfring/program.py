@@ -43,7 +43,7 @@ class ShortTraceback:
     frames back.
 
     Args:
-        filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
+      filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
     """
 
     def __init__(self, filters: bool = True) -> None:

@@ -28,34 +28,34 @@ class Ring:
     """The workers of a RingStrategy, and how they exchange data.
 
     Args:
-      strategy: the `tf.distribute.Strategy` that makes it.
-      cluster: the workers, and which of them this process is.
-      mesh: their arrangement.
+      strategy: The `tf.distribute.Strategy` that makes it.
+      cluster: The workers, and which of them this process is.
+      mesh: Their arrangement.
       communication: "ring" or "tensorflow".
-      devices: names of the devices of this worker's replicas.
-      channels: collectives of all workers for control, and for gradients.
-      sparse: how sparse gradients are summed.
-      bucket_bytes: of buckets of gradients; None chooses by the cluster.
-      compression: of gradients; None sends them as they are.
+      devices: Names of the devices of this worker's replicas.
+      channels: Collectives of all workers for control, and for gradients.
+      sparse: How sparse gradients are summed.
+      bucket_bytes: Of buckets of gradients; None chooses by the cluster.
+      compression: Of gradients; None sends them as they are.
 
     Attributes:
-      strategy, cluster, mesh, communication: as given.
-      devices: a tuple of names.
-      channels: a list of the engines that are counted and closed with the ring.
-      world: collectives of all workers, on the control channel: what is the same on every rank, files, initial values.
-      peers: the same for what a program itself exchanges; workers that train by themselves take part, too.
-      control: collectives of the workers that share each weight, for everything but gradients: statistics, logs.
-      gradients: the same on the channel of gradients, so that no bucket waits for a statistic of the backward pass.
-      control_ops: reduces and gathers TensorFlow's values by `control`.
-      gradient_ops: the same by `gradients`.
-      updater: stands between optimizers and weights: parameter servers, or steps of a worker's own; or None.
-      shard_optimizer: whether each worker holds a shard of optimizers' slots.
-      check_equal: whether replicas compare their weights after each step.
+      strategy, cluster, mesh, communication: As given.
+      devices: A tuple of names.
+      channels: A list of the engines that are counted and closed with the ring.
+      world: Collectives of all workers, on the control channel: what is the same on every rank, files, initial values.
+      peers: The same for what a program itself exchanges; workers that train by themselves take part, too.
+      control: Collectives of the workers that share each weight, for everything but gradients: statistics, logs.
+      gradients: The same on the channel of gradients, so that no bucket waits for a statistic of the backward pass.
+      control_ops: Reduces and gathers TensorFlow's values by `control`.
+      gradient_ops: The same by `gradients`.
+      updater: Stands between optimizers and weights: parameter servers, or steps of a worker's own; or None.
+      shard_optimizer: Whether each worker holds a shard of optimizers' slots.
+      check_equal: Whether replicas compare their weights after each step.
       random: "replica" or "global", whose rows random numbers are drawn for.
-      trace: the recorder of this rank's trace, or None.
-      trace_source: what the recorder reads.
-      makes_own_variables: whether variables that are made now are this worker's own.
-      lines: prints the first and the last line of a run.
+      trace: The recorder of this rank's trace, or None.
+      trace_source: What the recorder reads.
+      makes_own_variables: Whether variables that are made now are this worker's own.
+      lines: Prints the first and the last line of a run.
     """
 
     updater: Any = None

@@ -27,7 +27,7 @@ def apply_from_environment(after_import: Callable[[str, Callable[[Any], None]], 
     """Seeds this process by TFRING_SEED, if that is a number; of anything else `tfring.config` speaks.
 
     Args:
-        after_import: That of `tfring.imports`.
+      after_import: That of `tfring.imports`.
     """
     seed = os.environ.get("TFRING_SEED", "").strip()
     if seed.isascii() and seed.isdecimal() and int(seed) < 2**32:
@@ -42,8 +42,8 @@ def apply(seed: int, after_import: Callable[[str, Callable[[Any], None]], None])
     Keras would have one order in all epochs. What asks the system itself (`secrets`, `uuid`, `tempfile`) is left alone.
 
     Args:
-        seed: From 0 to 2**32 - 1.
-        after_import: That of `tfring.imports`.
+      seed: From 0 to 2**32 - 1.
+      after_import: That of `tfring.imports`.
     """
     global _seed
     _seed = seed

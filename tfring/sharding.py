@@ -39,11 +39,11 @@ class Sharding:
     """The shards of a value, one for each rank along an axis of the mesh, or along several.
 
     Attributes:
-      shape: of the full value.
-      parts: for each rank the ranges of a dimension that it holds, in its order.
-      axis: of the mesh, or axes joined by "+": "pipeline+model".
-      dimension: which one it is that ranges are of.
-      is_flat: whether it is that of the flattened value.
+      shape: Of the full value.
+      parts: For each rank the ranges of a dimension that it holds, in its order.
+      axis: Of the mesh, or axes joined by "+": "pipeline+model".
+      dimension: Which one it is that ranges are of.
+      is_flat: Whether it is that of the flattened value.
     """
 
     shape: tuple[int, ...]
@@ -136,13 +136,13 @@ def shard_table(shape: tuple[int, int], num_ranks: int, kind: str, axis: str = "
     """Returns the sharding of a table: by rows, or by columns of all rows.
 
     Args:
-      shape: of the full table, rows first.
-      num_ranks: how many ranks share it.
-      kind: one of `KINDS`.
-      axis: as of `Sharding`.
+      shape: Of the full table, rows first.
+      num_ranks: How many ranks share it.
+      kind: One of `KINDS`.
+      axis: As of `Sharding`.
 
     Raises:
-      ConfigurationError: for another kind.
+      ConfigurationError: For another kind.
 
     >>> shard_table((10, 4), 3, "range").parts
     ((range(0, 4),), (range(4, 8),), (range(8, 10),))
@@ -176,10 +176,10 @@ def shard_tables(
     ```
 
     Args:
-      shape: of all tables together.
-      num_ranks: how many ranks share them.
-      tables: for each how many rows it has, and the rank that holds it in full, or None.
-      axis: as of `Sharding`.
+      shape: Of all tables together.
+      num_ranks: How many ranks share them.
+      tables: For each how many rows it has, and the rank that holds it in full, or None.
+      axis: As of `Sharding`.
 
     >>> shard_tables((9, 4), 3, [(2, 2), (4, None), (3, 0)]).parts
     ((range(2, 6, 3), range(6, 9)), (range(3, 6, 3),), (range(4, 6, 3), range(0, 2)))
@@ -205,10 +205,10 @@ def at_stage(shape: Sequence[int], sharding: Sharding | None, stage: int, num_st
     """Returns the sharding of a weight that the ranks of one stage of a pipeline hold, and the others not at all.
 
     Args:
-      shape: of the full weight.
-      sharding: over the ranks of the stage; None where each of them holds the weight in full.
-      stage: which one it is.
-      num_stages: how many there are.
+      shape: Of the full weight.
+      sharding: Over the ranks of the stage; None where each of them holds the weight in full.
+      stage: Which one it is.
+      num_stages: How many there are.
 
     >>> columns = at_stage((3, 5), shard_along((3, 5), 1, 2, "model"), stage=1, num_stages=2)
     >>> columns.parts, columns.axis

@@ -38,10 +38,10 @@ def run(as_json: bool = False) -> int:
     """Takes this process's part; rank 0 compares and prints.
 
     Args:
-        as_json: One JSON document (docs/clusters.md) in place of text.
+      as_json: One JSON document (docs/clusters.md) in place of text.
 
     Returns:
-        The exit code: of rank 0, 1 if its weights are not those of one process; of all, 1 if they could not train.
+      The exit code: of rank 0, 1 if its weights are not those of one process; of all, 1 if they could not train.
     """
     rank = 0
     try:

@@ -282,7 +282,7 @@ def run(messages: int, seed: int = 1) -> Iterator[str]:
     """Yields what to say of each place.
 
     Raises:
-        AssertionError: Something grew, or a right conversation failed.
+      AssertionError: Something grew, or a right conversation failed.
     """
     for name, place in PLACES.items():
         place(Fuzz(seed), min(messages, 1000))  # what is made once is made

@@ -121,7 +121,7 @@ def run(world_size: int, task: Callable[..., Any], *args: Any, seconds: float = 
     """The results of `task(cluster, *args)` by rank, on the session's processes.
 
     Raises:
-        AssertionError: Any rank failed; with all tracebacks and logs.
+      AssertionError: Any rank failed; with all tracebacks and logs.
     """
     __tracebackhide__ = True
     results = try_run(world_size, task, *args, seconds=seconds)

@@ -114,7 +114,7 @@ def run(legs: int, leg_seconds: float, pause_seconds: float, seed: int = 1) -> I
     """Yields a line a leg, and then what to say of all.
 
     Raises:
-        AssertionError: A result is wrong, or something has grown since the first third.
+      AssertionError: A result is wrong, or something has grown since the first third.
     """
     seen: list[list[Leg]] = []
     with ranks.Group(RANKS, environ=_ENVIRON) as group:

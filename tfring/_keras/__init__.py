@@ -22,7 +22,7 @@ def install() -> None:
     Warns where Keras is newer than tested. `seam.restore()` takes them out again.
 
     Raises:
-      ConfigurationError: where Keras is too old, runs on another backend, or was changed by another library; then
+      ConfigurationError: Where Keras is too old, runs on another backend, or was changed by another library; then
         all is as it was.
     """
     global _installed

@@ -50,17 +50,17 @@ def check_call(
     """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
 
     Args:
-      ring: the workers of the model.
-      model: the Keras model.
-      name: the method.
-      given: all its arguments by name.
-      numbers: what a rank needs of the others in this call.
+      ring: The workers of the model.
+      model: The Keras model.
+      name: The method.
+      given: All its arguments by name.
+      numbers: What a rank needs of the others in this call.
 
     Returns:
       The largest of each number over all ranks.
 
     Raises:
-      MismatchError: on every rank. The ring may be used on.
+      MismatchError: On every rank. The ring may be used on.
     """
     if ring.cluster.world_size == 1 or (_goes_on_alone(ring) and name != "fit"):
         return list(numbers)
@@ -77,13 +77,13 @@ def check_model(ring: Ring, model: Any, caller: str, graph: Any = None) -> None:
     """Compares models and how they were compiled over all ranks, once before their first step, in one collective.
 
     Args:
-      ring: the workers.
-      model: the Keras model, built.
-      caller: what trains it, for the message.
-      graph: the step's graph, whose constants are compared; None where there is none.
+      ring: The workers.
+      model: The Keras model, built.
+      caller: What trains it, for the message.
+      graph: The step's graph, whose constants are compared; None where there is none.
 
     Raises:
-      MismatchError: on every rank. The ring may be used on.
+      MismatchError: On every rank. The ring may be used on.
     """
     if ring.cluster.world_size == 1 or _goes_on_alone(ring):  # servers compare what workers train
         return
@@ -99,18 +99,18 @@ def check_equal(
     """Compares arguments over all ranks, in one small collective where they are equal.
 
     Args:
-      ring: the workers.
-      caller: what they were handed to, for the message.
-      arguments: by name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
+      ring: The workers.
+      caller: What they were handed to, for the message.
+      arguments: By name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
         datasets by the tables and constants of their functions, all else by its type.
-      settings: as `configuration` describes them.
-      numbers: what else travels in the collective.
+      settings: As `configuration` describes them.
+      numbers: What else travels in the collective.
 
     Returns:
       The largest of each number over all ranks.
 
     Raises:
-      MismatchError: on every rank. The ring may be used on.
+      MismatchError: On every rank. The ring may be used on.
     """
     control = ring.peers
     mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}

@@ -18,8 +18,8 @@ def own_share(ring: Ring, batch: Any) -> Any:
     One eager collective. Workers that were given equal batches by chance lose nothing: their mean is that of one.
 
     Args:
-      ring: the workers.
-      batch: of eager tensors, in any structure.
+      ring: The workers.
+      batch: Of eager tensors, in any structure.
     """
     control, rows = ring.control, num_rows(batch)
     if control.world_size == 1:

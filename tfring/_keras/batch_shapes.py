@@ -19,11 +19,11 @@ def check(model: Any, batch_size: int | None) -> None:
     """Refuses batches that do not have a model's fixed number of rows, before the first step.
 
     Args:
-      model: a Keras model; one that takes any number of rows passes.
-      batch_size: rows of a batch of all workers; None where it is unknown.
+      model: A Keras model; one that takes any number of rows passes.
+      batch_size: Rows of a batch of all workers; None where it is unknown.
 
     Raises:
-      ValueError: if they differ.
+      ValueError: If they differ.
     """
     given = fixed(model)
     if not given or batch_size is None or given == {batch_size}:

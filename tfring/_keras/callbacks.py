@@ -125,8 +125,8 @@ class _BuiltOnAllRanks(keras.callbacks.Callback):
     """Has all ranks build the optimizer if BackupAndRestore is about to build it on rank 0, to restore it.
 
     Args:
-      ring: the workers.
-      backup: the BackupAndRestore.
+      ring: The workers.
+      backup: The BackupAndRestore.
     """
 
     def __init__(self, ring: Ring, backup: Any) -> None:
@@ -146,15 +146,15 @@ class CallbackTraits(NamedTuple):
     """The needs of the callbacks of a call, on all ranks: the largest of each number over ranks holds.
 
     Attributes:
-      reads_train: whether one may read the logs of a training batch.
-      reads_test: the same of a test batch.
-      watches_train: whether one does something before each training batch.
-      watches_test: the same of test batches.
-      watches_predict: whether one sees batches of `predict`.
-      any_callback: whether there is one at all.
-      begins_epochs: whether one does something before each epoch.
-      rates: a digest of the optimizers' learning rates.
-      minus_rates: its negative; so `largest` tells whether all have the same.
+      reads_train: Whether one may read the logs of a training batch.
+      reads_test: The same of a test batch.
+      watches_train: Whether one does something before each training batch.
+      watches_test: The same of test batches.
+      watches_predict: Whether one sees batches of `predict`.
+      any_callback: Whether there is one at all.
+      begins_epochs: Whether one does something before each epoch.
+      rates: A digest of the optimizers' learning rates.
+      minus_rates: Its negative; so `largest` tells whether all have the same.
     """
 
     reads_train: int
@@ -177,9 +177,9 @@ def traits_of(name: str, model: Any, callbacks: Any, verbose: Any) -> CallbackTr
 
     Args:
       name: "fit", "evaluate" or "predict".
-      model: the Keras model.
-      callbacks: what the user passes.
-      verbose: as Keras takes it; rank 0's progress bar reads logs.
+      model: The Keras model.
+      callbacks: What the user passes.
+      verbose: As Keras takes it; rank 0's progress bar reads logs.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return CallbackTraits(1, 1, 1, 1, 1, 1, 1, 0, 0)
@@ -204,10 +204,10 @@ def prepared(name: str, callbacks: Any, model: Any, ring: Ring, traits: Callback
 
     Args:
       name: "fit", "evaluate" or "predict".
-      callbacks: what the user passes.
-      model: the Keras model.
-      ring: the workers.
-      traits: what the callbacks of all ranks need.
+      callbacks: What the user passes.
+      model: The Keras model.
+      ring: The workers.
+      traits: What the callbacks of all ranks need.
     """
     callbacks = callbacks_of_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, ring)
     if ring.updater is not None and name == "fit":
@@ -270,10 +270,10 @@ class Agreement(keras.callbacks.Callback):
     the user's it sends nothing: that the loop ends is agreed on by the loop itself (`loop.py`).
 
     Args:
-      ring: the workers.
+      ring: The workers.
       name: "fit", "evaluate" or "predict".
-      last: the callbacks that run after this one.
-      traits: what the callbacks of all ranks need.
+      last: The callbacks that run after this one.
+      traits: What the callbacks of all ranks need.
     """
 
     def __init__(self, ring: Ring, name: str, last: Sequence[LateCallback], traits: CallbackTraits) -> None:

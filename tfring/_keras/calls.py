@@ -28,7 +28,7 @@ def described(caller: str) -> str:
     """Returns a call as the user finds it: "`model.fit` at train.py:12".
 
     Args:
-      caller: its name, such as "model.fit".
+      caller: Its name, such as "model.fit".
     """
     return f"`{caller}` at {_users_line()}"
 
@@ -45,9 +45,9 @@ def annotated_errors(ring: Ring, caller: str, arguments: dict) -> Iterator[None]
     """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
 
     Args:
-      ring: the workers.
+      ring: The workers.
       caller: "model.fit" and the like.
-      arguments: what it was given, by name.
+      arguments: What it was given, by name.
     """
     try:
         yield

@@ -32,7 +32,7 @@ class OfWholeBatch(Exception):
     """A step has to be traced again, as that of the whole batch.
 
     Attributes:
-      reason: the findings, or a sentence, that say why its rows cannot be divided.
+      reason: The findings, or a sentence, that say why its rows cannot be divided.
     """
 
     def __init__(self, reason: Sequence[partition.Finding] | str) -> None:
@@ -44,8 +44,8 @@ def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
     """Returns the way in which a step begins to be traced; and why, if its rows cannot be divided.
 
     Args:
-      ring: the workers.
-      model: whose step it is.
+      ring: The workers.
+      model: Whose step it is.
     """
     if _is_of_own_rows(ring):
         return steps.Way.OWN, ""
@@ -108,16 +108,16 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
     """Edits the graph of a step that is being traced.
 
     Args:
-      ring: the workers.
-      model: whose step it is.
-      step: the name of Keras' method, such as "train_step".
+      ring: The workers.
+      model: Whose step it is.
+      step: The name of Keras' method, such as "train_step".
       rows: int64 `[num_replicas]`, each replica's rows of the batch; or a function that exchanges them.
 
     Returns:
       Operations after which replicas have exchanged what they need.
 
     Raises:
-      OfWholeBatch: if something cannot be converted.
+      OfWholeBatch: If something cannot be converted.
     """
     try:
         graph = tf.compat.v1.get_default_graph()

@@ -37,8 +37,8 @@ class Holder(NamedTuple):
     """A variable that the step wrote, in place of a source.
 
     Attributes:
-      variable: the variable.
-      is_in_parts: whether each replica holds a part of its value.
+      variable: The variable.
+      is_in_parts: Whether each replica holds a part of its value.
     """
 
     variable: Any
@@ -49,8 +49,8 @@ class Logs:
     """The logs of one step function.
 
     Args:
-      model: the Keras model.
-      ring: the workers.
+      model: The Keras model.
+      ring: The workers.
     """
 
     def __init__(self, model: Any, ring: Ring) -> None:
@@ -71,10 +71,10 @@ class Logs:
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
 
         Args:
-          run: calls a function on each replica, `outputs, rest = run(fn)`.
+          run: Calls a function on each replica, `outputs, rest = run(fn)`.
           step: Keras' step, one batch in, logs out.
-          rows: number of rows of each replica of this worker, None where it is unknown.
-          way: in which the steps of replicas become that of one process; where edited, `with_all_rows` follows.
+          rows: Number of rows of each replica of this worker, None where it is unknown.
+          way: In which the steps of replicas become that of one process; where edited, `with_all_rows` follows.
         """
         results = Results(self._model)
 
@@ -147,8 +147,8 @@ class Logs:
         """Returns outputs in which values for each row are those of all rows.
 
         Args:
-          outputs: what replicas returned.
-          rows: as in `of_step`.
+          outputs: What replicas returned.
+          rows: As in `of_step`.
           shares: float64 `[replicas_per_worker]`, those of the batch; None where padding rows were dropped.
         """
         if self._ring.num_replicas == 1 or any(n is None for n in rows):
@@ -182,7 +182,7 @@ class Logs:
         """The logs of a batch.
 
         Args:
-          outputs: what `of_step` returned.
+          outputs: What `of_step` returned.
           shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
 
         Returns:

@@ -65,7 +65,7 @@ class Loop:
     """Keras' loop over the batches of one pass.
 
     Args:
-      model: the Keras model.
+      model: The Keras model.
       kind: "train" or "test".
     """
 
@@ -98,7 +98,7 @@ class Loop:
         """Ends Keras' loop on all ranks at once.
 
         Args:
-          keras_loop: the context manager of Keras' loop.
+          keras_loop: The context manager of Keras' loop.
         """
         try:
             with keras_loop:

@@ -35,8 +35,8 @@ def as_drawn_from(iterator: Any, dataset: Any) -> Any:
     """Returns the iterator of a step; in a `predict` on several workers, one that draws as outputs that wait need.
 
     Args:
-      iterator: that of a distributed dataset.
-      dataset: the distributed dataset.
+      iterator: That of a distributed dataset.
+      dataset: The distributed dataset.
     """
     has_shares = isinstance(_tf.element_spec(dataset), Shares)
     is_drawn_here = _under_way and entry_under_way("predict") and (has_shares or _under_way[-1].is_alone)
@@ -78,8 +78,8 @@ class PredictFunction:
     `predict` returns all rows in order on every rank; `predict_on_batch` the rows it was given.
 
     Args:
-      model: the Keras model.
-      ring: the workers.
+      model: The Keras model.
+      ring: The workers.
     """
 
     def __init__(self, model: Any, ring: Ring):
@@ -144,7 +144,7 @@ class PredictFunction:
         """Tells the others, which tell what they drew before each batch, that this rank has no batch.
 
         Raises:
-          MismatchError: on every rank, if another has one.
+          MismatchError: On every rank, if another has one.
         """
         if self.is_alone:
             return
@@ -159,7 +159,7 @@ class PredictFunction:
         """Takes part in a loop over batches.
 
         Args:
-          waits: whether the outputs of this worker's rows are kept until the loop's end.
+          waits: Whether the outputs of this worker's rows are kept until the loop's end.
 
         Yields:
           A function that makes of what the loop returns the outputs of all rows: one that all ranks call after it.
@@ -402,7 +402,7 @@ class _Kept:
         """Returns the outputs of all rows, in the order of batches and within each of ranks, as Keras returns them.
 
         Raises:
-          MismatchError: on every rank, where ranks drew other batches, or not equally many.
+          MismatchError: On every rank, where ranks drew other batches, or not equally many.
         """
         prints = [int(digest) for digest in self.prints]
         status.compare_passes(ring, len(self.outputs), configuration.number(prints))
@@ -421,8 +421,8 @@ def _of_ranks(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
     """Returns one output of all batches.
 
     Args:
-      ring: the workers.
-      values: this worker's rows, a tensor a batch.
+      ring: The workers.
+      values: This worker's rows, a tensor a batch.
       sizes: `[ranks, batches]`, numbers of rows.
     """
     by_shape: dict = {}  # batches whose rows have other shapes travel by themselves

@@ -15,8 +15,8 @@ class Function(NamedTuple):
     """A function that is replaced.
 
     Attributes:
-      parameters: names of its parameters, in order.
-      reason: what it does for objects of a RingStrategy.
+      parameters: Names of its parameters, in order.
+      reason: What it does for objects of a RingStrategy.
     """
 
     parameters: str

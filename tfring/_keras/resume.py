@@ -51,8 +51,8 @@ def training(executions: Sequence[int], logs: dict | None) -> None:
     """Has the innermost `fit` begin its first epoch at the position that another had reached in its data.
 
     Args:
-      executions: calls of the step function in each epoch since that `fit` began; the last is the present one.
-      logs: of the last step, where the present epoch was interrupted.
+      executions: Calls of the step function in each epoch since that `fit` began; the last is the present one.
+      logs: Of the last step, where the present epoch was interrupted.
     """
     _fits[-1].iterator.position = Position(list(executions), reset=False)
     _fits[-1].logs = logs if executions[-1] else None
@@ -64,7 +64,7 @@ def skip_passes(number: int) -> None:
     Where data keeps something from one pass to the next, it is drawn; what claims its batches claims none of them then.
 
     Args:
-      number: of passes before.
+      number: Of passes before.
     """
     epoch_iterator = _fits[-1].iterator
     epoch_iterator._num_batches = None

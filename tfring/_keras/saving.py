@@ -30,13 +30,13 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
     Rank 0 writes; a path on a disk of its own is seen by the workers of that host only.
 
     Args:
-      model: a Keras model, made under a RingStrategy or not.
+      model: A Keras model, made under a RingStrategy or not.
       path: `str` or `pathlib.Path`; ends in `.weights.h5` for the weights alone, in `.keras` or `.h5` for the model.
-      **options: of `model.save`, or of `model.save_weights`.
+      **options: Of `model.save`, or of `model.save_weights`.
 
     Raises:
-      Exception: on rank 0, what Keras raises.
-      OSError: on the other ranks, where rank 0 could not save.
+      Exception: On rank 0, what Keras raises.
+      OSError: On the other ranks, where rank 0 could not save.
 
     >>> import keras, tempfile
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

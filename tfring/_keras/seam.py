@@ -60,7 +60,7 @@ def extend(cls: type, base: type) -> None:
     """Has a class of Keras derive from `base` in the place of the class that `base` derives from.
 
     Raises:
-      ConfigurationError: where another library has put a class of its own there.
+      ConfigurationError: Where another library has put a class of its own there.
     """
     [replaced] = base.__bases__
     if replaced not in cls.__bases__:

@@ -104,8 +104,8 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
     """Writes a variable of Keras, in a step of a ring by what it becomes when replicas write it.
 
     Args:
-      variable: a variable of Keras.
-      value: to write.
+      variable: A variable of Keras.
+      value: To write.
       assign: Keras' own writing.
     """
     running = step.weighing()  # in a custom loop TensorFlow's rules hold
@@ -214,15 +214,15 @@ def edited_together(
     """Has the graph of a step edited, and what it wrote be the same on all replicas.
 
     Args:
-      ring: the workers.
-      written: what the step wrote.
-      edit: edits the graph; returns operations after which exchanges have been made.
+      ring: The workers.
+      written: What the step wrote.
+      edit: Edits the graph; returns operations after which exchanges have been made.
 
     Returns:
       What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
 
     Raises:
-      OfWholeBatch: as `edit` does.
+      OfWholeBatch: As `edit` does.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     marks = []  # of the first replica's copies, and what they mark
@@ -322,10 +322,10 @@ def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, 
     """One value for each variable that the replicas wrote; what all wrote alike is written before this returns.
 
     Args:
-      ring: the workers.
-      written: a `Written` of every write, the same on every rank.
+      ring: The workers.
+      written: A `Written` of every write, the same on every rank.
       shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
-      before: what `values_before` returned.
+      before: What `values_before` returned.
 
     Returns:
       What this worker adds to the sums over all workers, and a function that writes what these sums become.

@@ -180,11 +180,11 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
     """Prepares a call of `fit`, `evaluate` or `predict` on all ranks.
 
     Args:
-      name: the method.
-      model: its model.
-      ring: the workers of the model.
-      args: what the user passes.
-      kwargs: the same by name.
+      name: The method.
+      model: Its model.
+      ring: The workers of the model.
+      args: What the user passes.
+      kwargs: The same by name.
 
     Yields:
       The arguments of Keras' method by name, and what callbacks of any rank need.
@@ -379,8 +379,8 @@ class StepFunction:
     """The `model.train_function` and `model.test_function`: an iterator in, logs out.
 
     Args:
-      model: the Keras model.
-      ring: the workers.
+      model: The Keras model.
+      ring: The workers.
       kind: "train" or "test".
     """
 
@@ -587,9 +587,9 @@ class StepFunction:
         """Returns what a step of the next batch returns, the shares of its batch, and whether there is one.
 
         Args:
-          iterator: of batches.
-          with_logs: whether it returns logs.
-          before: whether there were steps in this execution, and what the last of them returned, which counts where
+          iterator: Of batches.
+          with_logs: Whether it returns logs.
+          before: Whether there were steps in this execution, and what the last of them returned, which counts where
             there is no batch.
         """
         batch_status, inputs, rows = self._next_batch(iterator)

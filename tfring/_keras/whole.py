@@ -33,10 +33,10 @@ def batch(ring: Ring, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int 
     """Returns the rows of all replicas, in order, for each replica of this worker.
 
     Args:
-      ring: the workers.
-      inputs: one element for each replica of this worker.
-      rows: the number of rows of each of them; None for an element that has none, which stays as it is.
-      num_rows: how many the batch has, where that is known before it is drawn.
+      ring: The workers.
+      inputs: One element for each replica of this worker.
+      rows: The number of rows of each of them; None for an element that has none, which stays as it is.
+      num_rows: How many the batch has, where that is known before it is drawn.
     """
     first = inputs[0]
     if None in rows:
@@ -69,9 +69,9 @@ def of_workers(value: Any, gather: Callable[[tf.Tensor], tf.Tensor], rank: int) 
     """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor.
 
     Args:
-      value: this worker's rows.
-      gather: concatenates a dense tensor over workers.
-      rank: this worker's.
+      value: This worker's rows.
+      gather: Concatenates a dense tensor over workers.
+      rank: This worker's.
     """
     if isinstance(value, tf.RaggedTensor):
         lengths = [gather(lengths) for lengths in value.nested_row_lengths()]

@@ -35,7 +35,7 @@ def run(options: Options) -> int:
     """Takes this process's part; rank 0 prints.
 
     Returns:
-        The exit code.
+      The exit code.
     """
     rank = 0
     try:

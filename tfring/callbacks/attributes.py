@@ -108,8 +108,8 @@ class _Encoder:
     """Values as JSON has them, and beside them what it does not have.
 
     Attributes:
-      arrays: in the order of their numbers, which begin with `first`.
-      unknown: values that are not kept.
+      arrays: In the order of their numbers, which begin with `first`.
+      unknown: Values that are not kept.
     """
 
     def __init__(self, first: int = 0) -> None:

@@ -57,22 +57,22 @@ class Backup(LateCallback, keras.callbacks.Callback):
     itself. Where they cannot save, a line says why, and they end with exit code 143.
 
     Args:
-      folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
-      every_steps: save after every this number of steps. Default None.
-      every_seconds: save after the step at which this number of seconds has passed, by rank 0's clock. Default None;
+      folder: Of this `fit` alone, on a disk that rank 0 sees after a restart too.
+      every_steps: Save after every this number of steps. Default None.
+      every_seconds: Save after the step at which this number of seconds has passed, by rank 0's clock. Default None;
         without both, at the end of each epoch.
-      keep: how many files stay in the folder. Default 2.
-      sharded: whether shards are written by their ranks, at the same time, each to a file of its own; such a backup is
+      keep: How many files stay in the folder. Default 2.
+      sharded: Whether shards are written by their ranks, at the same time, each to a file of its own; such a backup is
         read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
         Default False.
-      grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
+      grace_seconds: After SIGTERM, how long the step or validation under way may take until the process ends without
         saving, with exit code 143. Default 20.
 
     Raises:
-      ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
+      ConfigurationError: For arguments out of range; in `fit`, for a model that was not made in the scope of a
         RingStrategy, or is another than was saved; for a folder that another
         job uses now; with `sharded`, for a folder that some rank does not see.
-      OSError: in `fit`, where the folder holds files and none is whole.
+      OSError: In `fit`, where the folder holds files and none is whole.
 
     The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
     epochs cost nothing where the data is arrays or a `tf.data` pipeline, and are drawn too where they run Python, are

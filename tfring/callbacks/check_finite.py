@@ -26,9 +26,9 @@ class CheckFinite(keras.callbacks.Callback):
       every_steps: Default 100.
 
     Raises:
-      ConfigurationError: for `every_steps` below 1; in `fit`, for a model that was not made in the scope of a
+      ConfigurationError: For `every_steps` below 1; in `fit`, for a model that was not made in the scope of a
         RingStrategy.
-      NotFiniteError: in `fit`, on every rank.
+      NotFiniteError: In `fit`, on every rank.
 
     Under a LossScaleOptimizer gradients may be infinite; then only variables are looked at.
 

@@ -17,10 +17,10 @@ def chief_only(callback: keras.callbacks.Callback | Callable[[], keras.callbacks
     `tfring.barrier`). If it stops the training, all ranks stop.
 
     Args:
-      callback: a Keras callback, or a function or class without arguments that makes one, which rank 0 alone calls.
+      callback: A Keras callback, or a function or class without arguments that makes one, which rank 0 alone calls.
 
     Raises:
-      TypeError: it is neither, or makes no callback.
+      TypeError: It is neither, or makes no callback.
 
     >>> type(chief_only(keras.callbacks.TerminateOnNaN)).__name__
     'TerminateOnNaN'

@@ -101,16 +101,16 @@ def write(
     """Writes a file and removes all but the newest `keep`.
 
     Args:
-      folder: made where it is not there.
-      epoch: how many are done.
-      step: how many are done beside.
-      state: can be written as JSON. `num_arrays` of it says how many there are; where some are None, `pieces` says in
+      folder: Made where it is not there.
+      epoch: How many are done.
+      step: How many are done beside.
+      state: Can be written as JSON. `num_arrays` of it says how many there are; where some are None, `pieces` says in
         which files ranks have written them, and `pieces` of their `variables` which rank has which shard.
       arrays: None for those of which ranks have written shards.
-      keep: how many files stay.
+      keep: How many files stay.
 
     Raises:
-      OSError: it cannot be written; what was there before still is.
+      OSError: It cannot be written; what was there before still is.
     """
     members = [(f"{number}.npy", array) for number, array in enumerate(arrays) if array is not None]
     try:
@@ -123,7 +123,7 @@ def write_shards(folder: pathlib.Path, epoch: int, step: int, rank: int, shards:
     """Writes what a rank has of some arrays, by their numbers: the name of the file.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: It cannot be written.
     """
     name = f"{_stem(epoch, step)}-{secrets.token_hex(4)}-rank-{rank}.npz"
     _write(folder, name, [(f"{number}.npy", shard) for number, shard in shards.items()])
@@ -187,7 +187,7 @@ def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.
     """Returns the newest complete file, its state and its arrays; None where there is no file.
 
     Raises:
-      OSError: there are files, and none is whole or can be read.
+      OSError: There are files, and none is whole or can be read.
     """
     problems = []
     for path in _found(folder):
@@ -266,7 +266,7 @@ def _read_header(member: IO[bytes], name: str) -> tuple:
     """The shape, order and dtype of an array.
 
     Raises:
-      ValueError: it is no header, which NumPy finds out in as many ways as Python's parser has errors.
+      ValueError: It is no header, which NumPy finds out in as many ways as Python's parser has errors.
     """
     version = np.lib.format.read_magic(member)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

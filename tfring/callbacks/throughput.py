@@ -20,7 +20,7 @@ class Throughput(keras.callbacks.Callback):
     epoch's begin to its end, with input, other callbacks and `validation_data`.
 
     Args:
-      batch_size: the rows of a global batch; with it there is `samples_per_second`, in which a last batch with fewer
+      batch_size: The rows of a global batch; with it there is `samples_per_second`, in which a last batch with fewer
         rows counts as a full one. Default: None.
 
     Logs:

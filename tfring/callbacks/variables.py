@@ -69,10 +69,10 @@ class Taken(NamedTuple):
     """The values of variables on all ranks.
 
     Attributes:
-      descriptions: of each variable.
-      arrays: of each, on rank 0; None for what is in `shards`. One that replicas differ in, or would by nature, has
+      descriptions: Of each variable.
+      arrays: Of each, on rank 0; None for what is in `shards`. One that replicas differ in, or would by nature, has
         one dimension more, with an entry a replica of the data axis.
-      shards: this rank's shards of variables, by their numbers, where each rank keeps its own; views of the variables,
+      shards: This rank's shards of variables, by their numbers, where each rank keeps its own; views of the variables,
         to be written before they change.
     """
 
@@ -153,11 +153,11 @@ def give(
     """Assigns what was taken.
 
     Args:
-      ring: the workers.
-      model: whose optimizers say which variables accumulate gradients.
-      variables: as many as there are descriptions, in the same order.
-      descriptions: of `take`, on every rank.
-      arrays: of `take`, on rank 0.
+      ring: The workers.
+      model: Whose optimizers say which variables accumulate gradients.
+      variables: As many as there are descriptions, in the same order.
+      descriptions: Of `take`, on every rank.
+      arrays: Of `take`, on rank 0.
       cluster_then: `mesh` and `replicas_per_worker` when they were taken.
     """
     data_then, per_worker_then = cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]
@@ -217,11 +217,11 @@ def _give_accumulated(
     """Assigns gradients that were accumulated by each replica, or are complete.
 
     Args:
-      ring: the workers.
-      variable: that accumulates, of each replica its own gradients unless its shards are of the whole batch's.
-      entries: on rank 0 what was accumulated, which is summed when the optimizer takes it.
-      num_entries: how many they are.
-      dtype: of them.
+      ring: The workers.
+      variable: That accumulates, of each replica its own gradients unless its shards are of the whole batch's.
+      entries: On rank 0 what was accumulated, which is summed when the optimizer takes it.
+      num_entries: How many they are.
+      dtype: Of them.
     """
     mesh, rank = ring.mesh, ring.cluster.rank
     data = mesh.coordinate("data", rank)
@@ -323,11 +323,11 @@ def scatter(
     """Sends each rank its shard of one of rank 0's arrays, which it writes into its variable, a block at a time.
 
     Args:
-      ring: the workers.
-      entries: arrays, on rank 0.
-      variable: of Keras, that holds a shard.
-      dtype: of the arrays.
-      entry_of: the array, by its number, of which a replica's ranks get shards; None where they get zeros.
+      ring: The workers.
+      entries: Arrays, on rank 0.
+      variable: Of Keras, that holds a shard.
+      dtype: Of the arrays.
+      entry_of: The array, by its number, of which a replica's ranks get shards; None where they get zeros.
     """
     dtype, sharding = np.dtype(dtype), sharding_of(variable)
     assert sharding is not None

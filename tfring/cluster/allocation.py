@@ -36,7 +36,7 @@ def expand(text: str, name: str = "The host list") -> list[str]:
     """The hosts of a SLURM host list.
 
     Raises:
-        ConfigurationError: It is none.
+      ConfigurationError: It is none.
 
     >>> expand("node[001-003,7],login")
     ['node001', 'node002', 'node003', 'node7', 'login']

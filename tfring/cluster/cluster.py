@@ -17,19 +17,19 @@ class Cluster:
     """The rank of this process, and the addresses of all. Validated when it is made, so its users may trust it.
 
     Attributes:
-        rank: This process, from 0 to `world_size - 1`.
-        world_size: Number of processes in the ring.
-        local_rank: This process among those of its host, from 0 to `local_world_size - 1`.
-        local_world_size: Number of processes on this host.
-        num_nodes: Number of hosts.
-        addresses: Where each rank listens, by rank; may be empty for a process that is alone.
-        source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
-        listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
-            take the port in between. It stays open: duplicate it to use it, close it to bind the port again.
-        secret: What the ranks prove to each other; by default what `TFRING_SECRET` or `TFRING_SECRET_FILE` says.
+      rank: This process, from 0 to `world_size - 1`.
+      world_size: Number of processes in the ring.
+      local_rank: This process among those of its host, from 0 to `local_world_size - 1`.
+      local_world_size: Number of processes on this host.
+      num_nodes: Number of hosts.
+      addresses: Where each rank listens, by rank; may be empty for a process that is alone.
+      source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
+      listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
+        take the port in between. It stays open: duplicate it to use it, close it to bind the port again.
+      secret: What the ranks prove to each other; by default what `TFRING_SECRET` or `TFRING_SECRET_FILE` says.
 
     Raises:
-        ConfigurationError: The fields contradict each other.
+      ConfigurationError: The fields contradict each other.
 
     >>> cluster = Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1)
     >>> cluster.world_size, cluster.num_nodes, cluster.is_chief
@@ -122,7 +122,7 @@ class Cluster:
         """The cluster of a list of addresses; ranks with the same host name share that host.
 
         Raises:
-            ValueError: An address is malformed or given twice, or `rank` is out of range.
+          ValueError: An address is malformed or given twice, or `rank` is out of range.
 
         >>> Cluster.from_hosts(["a:1000", "a:1001", "b:1000"], rank=1)
         ... # doctest: +NORMALIZE_WHITESPACE
@@ -154,10 +154,10 @@ class Cluster:
         """Reads TF_CONFIG: chief first, then the workers; an evaluator is alone.
 
         Args:
-            value: The text or the mapping it stands for; by default the environment variable.
+          value: The text or the mapping it stands for; by default the environment variable.
 
         Raises:
-            ValueError: With the rule, the value received and a corrected text to paste.
+          ValueError: With the rule, the value received and a corrected text to paste.
 
         >>> config = {"cluster": {"chief": ["host1:12345"], "worker": ["host2:12345"]},
         ...           "task": {"type": "worker", "index": 0}}

@@ -67,13 +67,13 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
     called it.
 
     Args:
-        cluster: Taken as it is; the environment is then not read.
-        environ: Read in place of `os.environ`.
+      cluster: Taken as it is; the environment is then not read.
+      environ: Read in place of `os.environ`.
 
     Raises:
-        ConfigurationError: A source is malformed, or two sources contradict each other. The message gives
-            the rule, the value received and what to write instead.
-        RendezvousError: The ranks did not meet.
+      ConfigurationError: A source is malformed, or two sources contradict each other. The message gives
+        the rule, the value received and what to write instead.
+      RendezvousError: The ranks did not meet.
 
     >>> detect(environ={}).world_size
     1
@@ -102,7 +102,7 @@ def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
     """Returns what the first source describes; None if all are silent. Communicates with no process.
 
     Raises:
-        ConfigurationError: As `detect`.
+      ConfigurationError: As `detect`.
     """
     found = [(said, source) for source in SOURCES if (said := source.read(environ)) is not None]
     if not found:

@@ -29,7 +29,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This process of an `mpirun`; None outside of one.
 
     Raises:
-        ConfigurationError: The variables are malformed, or do not say where rank 0 is.
+      ConfigurationError: The variables are malformed, or do not say where rank 0 is.
     """
     task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
     if task is None:

@@ -29,7 +29,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This pod of an Indexed Job that says how many there are; None elsewhere.
 
     Raises:
-        ConfigurationError: The variables are malformed, or the host name does not tell where index 0 is.
+      ConfigurationError: The variables are malformed, or the host name does not tell where index 0 is.
     """
     if INDEX not in environ or config.read(NUM_WORKERS, environ) is None:
         return None

@@ -81,8 +81,8 @@ def write_server(cluster: Cluster, workers: Sequence[str]) -> dict[str, str]:
     """The environment of a parameter server.
 
     Args:
-        cluster: Of the servers alone, with its socket.
-        workers: Where each worker listens.
+      cluster: Of the servers alone, with its socket.
+      workers: Where each worker listens.
     """
     return {
         SERVER: str(cluster.rank),
@@ -96,8 +96,8 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     """The cluster these variables describe; None where there are none.
 
     Raises:
-        ConfigurationError: Some are missing or malformed, contradict each other, or `TFRING_LISTEN_FD` is no
-            socket that listens at this rank's address (as in a program that a worker started).
+      ConfigurationError: Some are missing or malformed, contradict each other, or `TFRING_LISTEN_FD` is no
+        socket that listens at this rank's address (as in a program that a worker started).
     """
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
@@ -139,7 +139,7 @@ def notify_launcher(note: bytes = Note.STARTED) -> None:
     At its end it also notifies the launcher if it ends because another rank was lost.
 
     Args:
-        note: A Note, which is written once.
+      note: A Note, which is written once.
     """
     text = os.environ.get(TAKEN, "")
     if (text, note) not in _written:
@@ -180,7 +180,7 @@ def release_listener(cluster: Cluster) -> Cluster:
     """Gives the inherited socket's port back, to a server in this process that binds it itself.
 
     Returns:
-        The cluster without `listen_fd`; `detect()` says the same from now on.
+      The cluster without `listen_fd`; `detect()` says the same from now on.
     """
     if cluster.listen_fd is None:
         return cluster

@@ -45,8 +45,8 @@ def meet(unresolved: UnresolvedCluster) -> Cluster:
     """Exchanges addresses with the other ranks; a second call in one process returns the same cluster.
 
     Raises:
-        RendezvousError: Not all ranks came within `TFRING_CONNECT_TIMEOUT_SECONDS`, or two claim one rank.
-        ConfigurationError: Rank 0 cannot listen where it should.
+      RendezvousError: Not all ranks came within `TFRING_CONNECT_TIMEOUT_SECONDS`, or two claim one rank.
+      ConfigurationError: Rank 0 cannot listen where it should.
     """
     key = (os.getpid(), unresolved)
     if key not in _met:

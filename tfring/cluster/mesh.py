@@ -34,13 +34,13 @@ class Mesh:
     """Arrangement of the workers of a `tfring.RingStrategy`; `world_size` is the product of all sizes.
 
     Args:
-      data: how many replicas of the model there are, each of which trains on its share of the rows of a batch.
+      data: How many replicas of the model there are, each of which trains on its share of the rows of a batch.
         Default: as many as `world_size` allows.
-      model: over how many workers the sharded layers of a replica are divided.
-      pipeline: how many stages a `tfring.parallel.Pipeline` has, each of them on workers of its own.
+      model: Over how many workers the sharded layers of a replica are divided.
+      pipeline: How many stages a `tfring.parallel.Pipeline` has, each of them on workers of its own.
 
     Raises:
-      ConfigurationError: for a size that is no whole number, 1 or more.
+      ConfigurationError: For a size that is no whole number, 1 or more.
 
     >>> Mesh(model=2).of(world_size=8)
     Mesh(data=4, model=2, pipeline=1)
@@ -61,7 +61,7 @@ class Mesh:
         """Returns this mesh for a number of workers, with its data axis filled in.
 
         Raises:
-          ConfigurationError: where the product of its sizes is another number.
+          ConfigurationError: Where the product of its sizes is another number.
         """
         data = self.data or world_size // (self.model * self.pipeline)
         mesh = Mesh(data or 1, self.model, self.pipeline)

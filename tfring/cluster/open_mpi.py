@@ -27,7 +27,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This process of an `mpirun`; None outside of one.
 
     Raises:
-        ConfigurationError: The variables are malformed.
+      ConfigurationError: The variables are malformed.
     """
     task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
     if task is None:

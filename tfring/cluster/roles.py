@@ -21,12 +21,12 @@ class Roles:
     """The workers and the parameter servers of a job, and the role of this process.
 
     Attributes:
-        workers: Where each worker listens, by rank.
-        servers: Where each server listens, by number.
-        is_server: Whether this process is a server.
-        index: The rank of this worker, or the number of this server.
-        source: Where the facts come from, for messages.
-        listen_fd: An inherited socket that listens at this process's address; see `Cluster`.
+      workers: Where each worker listens, by rank.
+      servers: Where each server listens, by number.
+      is_server: Whether this process is a server.
+      index: The rank of this worker, or the number of this server.
+      source: Where the facts come from, for messages.
+      listen_fd: An inherited socket that listens at this process's address; see `Cluster`.
 
     >>> roles = Roles.of({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]},'
     ...                                ' "task": {"type": "ps", "index": 0}}'})
@@ -57,10 +57,10 @@ class Roles:
         """Returns the roles that `tfring launch --servers` or TF_CONFIG describes; None where neither has servers.
 
         Args:
-            environ: Where to look; `os.environ` by default.
+          environ: Where to look; `os.environ` by default.
 
         Raises:
-            ConfigurationError: The source is malformed.
+          ConfigurationError: The source is malformed.
         """
         environ = os.environ if environ is None else environ
         servers = config.read(launch_variables.SERVERS, environ)
@@ -91,7 +91,7 @@ class Roles:
         """Returns the cluster of a server, rank 0, and a worker, rank 1, of which this process is one.
 
         Args:
-            other: The number of the server, or the rank of the worker.
+          other: The number of the server, or the rank of the worker.
         """
         worker, server = (other, self.index) if self.is_server else (self.index, other)
         addresses = [self.servers[server], self.workers[worker]]

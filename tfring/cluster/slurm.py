@@ -30,7 +30,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This task of a step; None in a batch script, in `salloc`, outside of SLURM.
 
     Raises:
-        ConfigurationError: The variables are malformed or contradict each other.
+      ConfigurationError: The variables are malformed or contradict each other.
     """
     if not environ.get(STEP_ID) or PROCID not in environ:
         return None

@@ -37,10 +37,10 @@ def parse(value: str | Mapping[str, Any]) -> Parsed | None:
     """Reads the text of TF_CONFIG, or the mapping it stands for.
 
     Returns:
-        None where it names no cluster: empty, `{}`, or a cluster without tasks.
+      None where it names no cluster: empty, `{}`, or a cluster without tasks.
 
     Raises:
-        ConfigurationError: With the rule, the value received and a corrected text to paste.
+      ConfigurationError: With the rule, the value received and a corrected text to paste.
     """
     config = _load(value)
     cluster = _read_cluster(config)
@@ -75,15 +75,15 @@ def for_hosts(hosts: Sequence[str], workers_per_host: int = 1, port: int = 12345
     """TF_CONFIG for each worker of a list of hosts, in order.
 
     Args:
-        hosts: Names or addresses, with a port of their own or without (`"node1"`, `"node1:20000"`, `"fd00::1"`).
-        workers_per_host: Each takes one port, from the host's own or `port` upwards.
-        port: The first port, where a host has none.
+      hosts: Names or addresses, with a port of their own or without (`"node1"`, `"node1:20000"`, `"fd00::1"`).
+      workers_per_host: Each takes one port, from the host's own or `port` upwards.
+      port: The first port, where a host has none.
 
     Returns:
-        Values of the variable, by rank: the workers of the first host, then those of the next.
+      Values of the variable, by rank: the workers of the first host, then those of the next.
 
     Raises:
-        ConfigurationError: A host is malformed, or two workers would share an address.
+      ConfigurationError: A host is malformed, or two workers would share an address.
 
     >>> for text in for_hosts(["node1", "node2"]):
     ...     print(text)

@@ -30,7 +30,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """The place these variables give; None without RANK and one of the others, which are too common alone.
 
     Raises:
-        ConfigurationError: Some are missing or malformed.
+      ConfigurationError: Some are missing or malformed.
     """
     if RANK not in environ or not any(name in environ for name in VARIABLES[1:]):
         return None
@@ -69,7 +69,7 @@ def check_not_half(environ: Mapping[str, str]) -> None:
     """Raises for a world size and an address without a rank, with which each process would train alone.
 
     Raises:
-        ConfigurationError: So it is.
+      ConfigurationError: So it is.
     """
     if environ.get(WORLD_SIZE, "1").strip() not in ("", "0", "1") and environ.get(MASTER_ADDR):
         raise ConfigurationError(

@@ -17,14 +17,14 @@ class UnresolvedCluster:
     """A rank and a world size whose addresses the ranks have yet to exchange (`meeting.py`).
 
     Attributes:
-        rank: This process, from 0 to `world_size - 1`.
-        world_size: Number of processes in the ring.
-        source: Where the facts come from, for messages.
-        job: Tells jobs apart; the same on all ranks.
-        host: Rank 0's, as the others reach it.
-        port: Where rank 0 listens; None for one that follows from `job`.
-        remedy: What to write where `host` is not rank 0's after all, if it was inferred.
-        share: Hands a text of rank 0 to all ranks by the source's own means; replaces `host`.
+      rank: This process, from 0 to `world_size - 1`.
+      world_size: Number of processes in the ring.
+      source: Where the facts come from, for messages.
+      job: Tells jobs apart; the same on all ranks.
+      host: Rank 0's, as the others reach it.
+      port: Where rank 0 listens; None for one that follows from `job`.
+      remedy: What to write where `host` is not rank 0's after all, if it was inferred.
+      share: Hands a text of rank 0 to all ranks by the source's own means; replaces `host`.
     """
 
     rank: int
@@ -58,14 +58,14 @@ def read_numbers(
     """Returns the rank and the world size, validated.
 
     Args:
-        environ: The environment.
-        rank: Name of the variable that holds the rank.
-        world_size: Name of that which holds the world size.
-        of: Who sets them, for messages.
-        remedy: What to do where they are wrong; commands to paste.
+      environ: The environment.
+      rank: Name of the variable that holds the rank.
+      world_size: Name of that which holds the world size.
+      of: Who sets them, for messages.
+      remedy: What to do where they are wrong; commands to paste.
 
     Raises:
-        ConfigurationError: One is missing or no number, or the rank is out of range.
+      ConfigurationError: One is missing or no number, or the rank is out of range.
 
     >>> read_numbers({"R": "1", "W": "3"}, "R", "W", of="test", remedy="")
     (1, 3)
@@ -98,13 +98,13 @@ def read_mpi_task(
     """Returns the process as both kinds of `mpirun` describe it; None outside of one.
 
     Args:
-        environ: The environment.
-        variables: Names of the rank, the world size, and the number of ranks on this host.
-        jobs: Names of variables that tell one `mpirun` from another.
-        of: Who sets them, for messages.
+      environ: The environment.
+      variables: Names of the rank, the world size, and the number of ranks on this host.
+      jobs: Names of variables that tell one `mpirun` from another.
+      of: Who sets them, for messages.
 
     Raises:
-        ConfigurationError: As `read_numbers`.
+      ConfigurationError: As `read_numbers`.
 
     >>> read_mpi_task({"R": "1", "W": "3", "L": "2", "ID": "7"}, ("R", "W", "L"), ["ID"], of="test")
     MpiTask(rank=1, world_size=3, job='7', on_one_host=False)

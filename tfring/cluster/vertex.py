@@ -25,7 +25,7 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     """The cluster it describes; None where it is not set.
 
     Raises:
-        ConfigurationError: It is malformed, or has parameter servers, of which tfring has none.
+      ConfigurationError: It is malformed, or has parameter servers, of which tfring has none.
     """
     text = environ.get(VARIABLE, "").strip()
     if not text:

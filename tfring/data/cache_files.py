@@ -24,7 +24,7 @@ def check(ring: Ring, dataset: tf.data.Dataset) -> None:
     """Refuses a dataset from before the strategy that workers of one host would cache in one file.
 
     Raises:
-      ConfigurationError: on every rank.
+      ConfigurationError: On every rank.
     """
     cluster, world = ring.cluster, ring.world
     if not tf.executing_eagerly() or world.world_size == 1 or cluster.num_nodes == cluster.world_size:

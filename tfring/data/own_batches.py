@@ -22,9 +22,9 @@ def split_own_batches(
     """Returns a dataset of `Shares`, and how many there are.
 
     Args:
-      dataset: batches of this worker's rows. Workers may have as many as they like.
-      replicas_per_worker: replicas on each worker.
-      world_size: number of workers.
+      dataset: Batches of this worker's rows. Workers may have as many as they like.
+      replicas_per_worker: Replicas on each worker.
+      world_size: Number of workers.
     """
     options = dataset.options()
     constants = plan_of(dataset).constants

@@ -202,8 +202,8 @@ def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Da
     `dataset.batch`, and without a strategy nothing else happens.
 
     Args:
-      batch_size: rows of a batch over all workers.
-      drop_remainder: whether to leave out a last batch of fewer rows. Defaults to `False`.
+      batch_size: Rows of a batch over all workers.
+      drop_remainder: Whether to leave out a last batch of fewer rows. Defaults to `False`.
 
     Returns:
       A function for `dataset.apply`.

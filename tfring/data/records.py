@@ -25,10 +25,10 @@ class Records:
     """Holds where the records of files are.
 
     Args:
-      paths: of the files.
-      indices: of each file int64 `[records, 3]`: where each begins, its length, the checksum of its data.
-      reads: the dataset that reads the files, whose order of them is kept.
-      steps: the steps between the names of the files and `reads`.
+      paths: Of the files.
+      indices: Of each file int64 `[records, 3]`: where each begins, its length, the checksum of its data.
+      reads: The dataset that reads the files, whose order of them is kept.
+      steps: The steps between the names of the files and `reads`.
     """
 
     def __init__(self, paths: list[bytes], indices: list[np.ndarray], reads: tf.data.Dataset, steps: list) -> None:

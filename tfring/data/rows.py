@@ -127,8 +127,8 @@ def forget_rows(element: Any, constants: Sequence[bool]) -> Any:
     """Returns the element whose rows are counted when it is drawn, so that constants are distinguished from them.
 
     Args:
-      element: a batch.
-      constants: a bool for each component, whether it is a constant beside the rows.
+      element: A batch.
+      constants: A bool for each component, whether it is a constant beside the rows.
     """
 
     def forget(component: Any, constant: bool) -> Any:

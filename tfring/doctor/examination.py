@@ -58,12 +58,12 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
     """Takes this process's part in the examination of its cluster; rank 0 prints the report.
 
     Args:
-        seconds: How long ranks wait for each other.
-        as_json: Whether the report is one JSON document.
-        not_ready_code: What rank 0 returns where the report says that the cluster cannot train.
+      seconds: How long ranks wait for each other.
+      as_json: Whether the report is one JSON document.
+      not_ready_code: What rank 0 returns where the report says that the cluster cannot train.
 
     Returns:
-        The exit code; of another rank than 0 it is 0 if it could answer to the end.
+      The exit code; of another rank than 0 it is 0 if it could answer to the end.
     """
     os.environ["TFRING_CONNECT_TIMEOUT_SECONDS"] = str(seconds)  # where ranks meet to tell addresses
     rank = 0

@@ -61,8 +61,8 @@ def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
     """Connects to a rank as the ring does, and asks who it is.
 
     Returns:
-        `kind`; `detail`, the error's own words, where it is none of the common ones; the `local` host address of the
-        connection, where there was one.
+      `kind`; `detail`, the error's own words, where it is none of the common ones; the `local` host address of the
+      connection, where there was one.
     """
     try:
         found = dial.probe(cluster, rank, PROBE_SECONDS)
@@ -102,7 +102,7 @@ def clock_offset(ask: Callable[[], float]) -> dict[str, float]:
     at most.
 
     Args:
-        ask: Returns what the other clock shows, after a way there and back.
+      ask: Returns what the other clock shows, after a way there and back.
 
     >>> found = clock_offset(lambda: time.time() + 5.0)
     >>> abs(found["offset_seconds"] - 5.0) <= found["uncertainty_seconds"] + 1e-6

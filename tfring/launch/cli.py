@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command of `tfring`.
 
     Args:
-        argv: Without the program's name; `sys.argv[1:]` by default.
+      argv: Without the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit code.
+      The exit code.
     """
     _open_standard_streams()
     try:

@@ -90,8 +90,8 @@ class Reader:
     """Cuts messages out of what the other side sends after its greeting.
 
     Args:
-        role: Of the other side: "agent" or "launcher". What a login shell prints comes before an agent's greeting.
-        expected: What may come.
+      role: Of the other side: "agent" or "launcher". What a login shell prints comes before an agent's greeting.
+      expected: What may come.
     """
 
     def __init__(self, role: str, expected: wire.Format) -> None:
@@ -104,8 +104,8 @@ class Reader:
         """The messages that are complete.
 
         Raises:
-            OtherProtocolError: The other side is of another tfring.
-            WireError: This is no message.
+          OtherProtocolError: The other side is of another tfring.
+          WireError: This is no message.
         """
         if not self._greeted:
             self._unread += data

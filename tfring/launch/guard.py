@@ -29,7 +29,7 @@ def run_guarded(job: Callable[[int], int]) -> int:
     The job starts with STOP_SIGNALS blocked and unblocks them when it can take them.
 
     Returns:
-        What `job` returned; 128 + signal if it was killed.
+      What `job` returned; 128 + signal if it was killed.
     """
     processes.adopt_orphans()
     parent_gone, never_written = os.pipe()

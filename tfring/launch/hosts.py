@@ -27,7 +27,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Reads the value of `--hosts`.
 
     Raises:
-        ConfigurationError: A host is malformed or named twice.
+      ConfigurationError: A host is malformed or named twice.
 
     >>> parse_hosts("host1:4,user@host2")
     [Host(name='host1', num_workers=4), Host(name='user@host2', num_workers=1)]
@@ -39,7 +39,7 @@ def read_hostfile(path: pathlib.Path) -> list[Host]:
     """Reads a file with a host a line: `host1:4`, or `host1 slots=4` as for Open MPI; `#` begins a comment.
 
     Raises:
-        ConfigurationError: It cannot be read, or a line is malformed.
+      ConfigurationError: It cannot be read, or a line is malformed.
     """
     try:
         text = path.read_text()
@@ -52,11 +52,11 @@ def ask_script(script: pathlib.Path, max_workers: int | None = None) -> list[Hos
     """Runs a program that prints the hosts there are now, in lines of a file of hosts; there may be none.
 
     Args:
-        script: Runs without arguments, for `_SCRIPT_SECONDS` at most.
-        max_workers: How many workers to start on the first of its hosts; on all by default.
+      script: Runs without arguments, for `_SCRIPT_SECONDS` at most.
+      max_workers: How many workers to start on the first of its hosts; on all by default.
 
     Raises:
-        ConfigurationError: It cannot be run, it fails, or a line is malformed.
+      ConfigurationError: It cannot be run, it fails, or a line is malformed.
     """
     try:
         run = subprocess.run(
@@ -80,11 +80,11 @@ def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host
     """The nodes and tasks of the SLURM allocation that this process is in.
 
     Args:
-        environ: With the variables of `salloc` or of a batch script.
-        n: How many workers, of its first tasks; all by default.
+      environ: With the variables of `salloc` or of a batch script.
+      n: How many workers, of its first tasks; all by default.
 
     Raises:
-        ConfigurationError: It has fewer tasks, or the variables are malformed.
+      ConfigurationError: It has fewer tasks, or the variables are malformed.
 
     >>> of_allocation({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}, 3)
     [Host(name='a1', num_workers=2), Host(name='a2', num_workers=1)]

@@ -83,21 +83,21 @@ class Job:
     """`num_workers` processes of one command, in one ring: on this host, or on others.
 
     Args:
-        command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
-        num_workers: The world size.
-        num_servers: How many more processes serve parameters; of several hosts each takes one in turn.
-        max_server_restarts: How often each server that keeps snapshots is started again in its place, on this host.
-        max_worker_restarts: The same of each worker whose loss the others survive.
-        log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
-        environ: The workers' environment, to which the launcher adds; its own by default.
-        hosts: Where to start them, `num_workers` in all; on this host by default.
-        way: How to get to `hosts`, and the workers' environment there.
-        start_seconds: How long to wait for `hosts`.
-        timestamps: Whether lines are shown with their time.
-        quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
-        restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
-        delay_seconds: How long to wait before the start.
-        sequel: What follows on a failure, in a few words; asked once it is known.
+      command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
+      num_workers: The world size.
+      num_servers: How many more processes serve parameters; of several hosts each takes one in turn.
+      max_server_restarts: How often each server that keeps snapshots is started again in its place, on this host.
+      max_worker_restarts: The same of each worker whose loss the others survive.
+      log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
+      environ: The workers' environment, to which the launcher adds; its own by default.
+      hosts: Where to start them, `num_workers` in all; on this host by default.
+      way: How to get to `hosts`, and the workers' environment there.
+      start_seconds: How long to wait for `hosts`.
+      timestamps: Whether lines are shown with their time.
+      quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
+      restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
+      delay_seconds: How long to wait before the start.
+      sequel: What follows on a failure, in a few words; asked once it is known.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class Job:
         """Starts the workers and returns when none is left.
 
         Args:
-            parent_gone: A descriptor that reads as ended when the workers are to be stopped.
+          parent_gone: A descriptor that reads as ended when the workers are to be stopped.
 
         Returns:
-            0 if all workers ended with 0; the exit code of the first that failed, 128 + signal if it was
-            killed; 128 + signal if one of STOP_SIGNALS arrived.
+          0 if all workers ended with 0; the exit code of the first that failed, 128 + signal if it was
+          killed; 128 + signal if one of STOP_SIGNALS arrived.
         """
         signals = _signals()
         self._watch(signals, lambda: self._on_signals(signals))

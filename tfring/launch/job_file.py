@@ -20,11 +20,11 @@ def arguments_of(path: pathlib.Path, parser: argparse.ArgumentParser) -> list[st
     """Returns the options in a file as arguments of a command line.
 
     Args:
-      path: the file. Of a `pyproject.toml` its table `[tool.tfring.launch]` is read.
-      parser: of the command whose options may be there, named as on the command line without dashes in front.
+      path: The file. Of a `pyproject.toml` its table `[tool.tfring.launch]` is read.
+      parser: Of the command whose options may be there, named as on the command line without dashes in front.
 
     Raises:
-      ConfigurationError: the file cannot be read, or has a key that is no option or a value of another type.
+      ConfigurationError: The file cannot be read, or has a key that is no option or a value of another type.
     """
     try:
         table: Any = tomllib.loads(path.read_text())

@@ -83,7 +83,7 @@ class Surface:
         """Writes as much as is taken at once.
 
         Raises:
-            BrokenPipeError: No process reads any more.
+          BrokenPipeError: No process reads any more.
         """
         written = 0
         try:

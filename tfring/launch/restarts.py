@@ -31,13 +31,13 @@ class Restarts:
     """Runs a job, and again with fresh ports after a failure.
 
     Args:
-        make_job: `make_job(hosts, variables, restart=..., delay_seconds=..., sequel=...)`, with `variables` for the
-            workers' environment.
-        hosts: Where to start workers; none for this host.
-        limits: What is allowed.
-        environ: The launcher's environment.
-        ask: Returns the hosts there are now, asked before each restart; by default they stay those of the start.
-        ask_seconds: How long to ask until there are enough.
+      make_job: `make_job(hosts, variables, restart=..., delay_seconds=..., sequel=...)`, with `variables` for the
+        workers' environment.
+      hosts: Where to start workers; none for this host.
+      limits: What is allowed.
+      environ: The launcher's environment.
+      ask: Returns the hosts there are now, asked before each restart; by default they stay those of the start.
+      ask_seconds: How long to ask until there are enough.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class Folding:
     Where the message differs, it is shown with one line in place of the frames; where all is the same, that line is.
 
     Args:
-        rank: Whose stream it is.
-        known: Tracebacks that ranks have shown, by their frames; shared by all streams.
+      rank: Whose stream it is.
+      known: Tracebacks that ranks have shown, by their frames; shared by all streams.
     """
 
     def __init__(self, rank: int, known: dict[bytes, Traceback]) -> None:

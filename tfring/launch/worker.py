@@ -41,16 +41,16 @@ def start(
     """Starts the worker that takes `cluster`'s place, in a group of its own. It dies with this process.
 
     Args:
-        command: The program with its arguments.
-        cluster: Its place, with the socket it inherits.
-        environ: To which the launcher adds.
-        stdin: As `subprocess.Popen` takes it.
-        cwd: Where it runs; here by default.
-        place: The variables that say its place; by default those of `cluster`.
+      command: The program with its arguments.
+      cluster: Its place, with the socket it inherits.
+      environ: To which the launcher adds.
+      stdin: As `subprocess.Popen` takes it.
+      cwd: Where it runs; here by default.
+      place: The variables that say its place; by default those of `cluster`.
 
     Raises:
-        OSError: It cannot be started.
-        ConfigurationError: It cannot be bound to cores.
+      OSError: It cannot be started.
+      ConfigurationError: It cannot be bound to cores.
     """
     assert cluster.listen_fd is not None
     cpus = available_cpus()

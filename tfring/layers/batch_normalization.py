@@ -21,15 +21,15 @@ def to_sync_batch_normalization(
     then compile the copy: it is not compiled, and a compiled model's optimizer is not taken over.
 
     Args:
-      model: a built functional or sequential model, such as one of `keras.applications`.
-      synchronization: see `SyncBatchNormalization`.
-      sync_every: see `SyncBatchNormalization`.
+      model: A built functional or sequential model, such as one of `keras.applications`.
+      synchronization: See `SyncBatchNormalization`.
+      sync_every: See `SyncBatchNormalization`.
 
     Returns:
       A new model, with the weights, names and `trainable` settings of the old.
 
     Raises:
-      ValueError: where the model cannot be rebuilt layer by layer, or a custom layer hides batch
+      ValueError: Where the model cannot be rebuilt layer by layer, or a custom layer hides batch
         normalization.
 
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
@@ -57,15 +57,15 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
     dropped. The copy computes another function: train or fine-tune it. Other weights are kept.
 
     Args:
-      model: a built functional or sequential model.
-      groups: number of groups of channels, which divides the channels of each layer; -1 for one group a
+      model: A built functional or sequential model.
+      groups: Number of groups of channels, which divides the channels of each layer; -1 for one group a
         channel. Or a function from the number of channels to that of groups.
 
     Returns:
       A new model.
 
     Raises:
-      ValueError: where `groups` does not divide the channels of a layer, and as
+      ValueError: Where `groups` does not divide the channels of a layer, and as
         `to_sync_batch_normalization`.
 
     References:
@@ -113,7 +113,7 @@ def freeze_batch_normalization(model: keras.Model) -> list[keras.layers.Layer]:
     model afterwards, as Keras asks after any change of `trainable`.
 
     Args:
-      model: any Keras model, or layer.
+      model: Any Keras model, or layer.
 
     Returns:
       The layers this call has frozen; `unfreeze_batch_normalization` takes them back.
@@ -131,8 +131,8 @@ def unfreeze_batch_normalization(
     """Sets `trainable=True` on all batch normalization of a model; compile the model afterwards.
 
     Args:
-      model: any Keras model, or layer.
-      layers: only these, such as those `freeze_batch_normalization` returned. Default: all.
+      model: Any Keras model, or layer.
+      layers: Only these, such as those `freeze_batch_normalization` returned. Default: all.
 
     Returns:
       The layers this call has changed.

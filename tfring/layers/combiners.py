@@ -51,17 +51,17 @@ def combined(rows: tf.Tensor, ids: Any, weights: Any, combiner: str, mask_zero: 
     """One row an example: `sum w_i r_i` of its ids, for "mean" by `sum w_i`, for "sqrtn" by `sqrt(sum w_i^2)`.
 
     Args:
-      rows: those of `flat(ids)`.
+      rows: Those of `flat(ids)`.
       ids: `[..., ids]`, or ragged or sparse of rank 2.
       weights: `w_i`, laid out as `ids`, of any float dtype; None for 1 each.
       combiner: "sum", "mean" or "sqrtn".
-      mask_zero: whether id 0 counts for nothing.
+      mask_zero: Whether id 0 counts for nothing.
 
     Returns:
       `[..., columns]`, dense, in the dtype of the rows; zeros where all `w_i` are 0 or there is none.
 
     Raises:
-      ValueError: for weights that are laid out otherwise.
+      ValueError: For weights that are laid out otherwise.
     """
     if weights is not None and _layout(weights) != _layout(ids):
         raise ValueError(f"The weights are {_layout(weights)} and their ids {_layout(ids)}. Both have one layout.")

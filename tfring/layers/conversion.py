@@ -26,13 +26,13 @@ def converted(
     """A copy of `model`, not compiled, also of models and wrappers inside of it; all other weights are kept.
 
     Args:
-      model: a built model.
-      is_wanted: whether a layer is to be another in the copy.
-      convert: makes that other of the layer.
-      copy_weights: called with the layer and its other, once both are built.
+      model: A built model.
+      is_wanted: Whether a layer is to be another in the copy.
+      convert: Makes that other of the layer.
+      copy_weights: Called with the layer and its other, once both are built.
 
     Raises:
-      ValueError: where the model cannot be rebuilt layer by layer.
+      ValueError: Where the model cannot be rebuilt layer by layer.
     """
     copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
     weights_of: list[tuple] = []

@@ -28,9 +28,9 @@ class DataParallelMatmul:
     """The ranks of an axis, each with rows of its own.
 
     Args:
-      collectives: the engine, see `tfring.ring.collectives`.
-      bounds: where each rank's columns begin and end: of what comes out by columns, of what goes in by rows.
-      key: what the collectives are called, the same on all ranks.
+      collectives: The engine, see `tfring.ring.collectives`.
+      bounds: Where each rank's columns begin and end: of what comes out by columns, of what goes in by rows.
+      key: What the collectives are called, the same on all ranks.
     """
 
     def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:

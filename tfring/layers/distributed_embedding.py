@@ -51,16 +51,16 @@ class DistributedEmbedding(keras.layers.Layer):
     another `plan` too, but for the slots of an optimizer.
 
     Args:
-      feature_configs: a nested structure of `FeatureConfig`; inputs and results have the same.
-      plan: what becomes of each table: a plan of `tfring.parallel.plan_tables`, or a dict from their names to
+      feature_configs: A nested structure of `FeatureConfig`; inputs and results have the same.
+      plan: What becomes of each table: a plan of `tfring.parallel.plan_tables`, or a dict from their names to
         "replicated", whole at each worker; "rows", divided; "whole", at one worker; or "columns", of which each worker
         has some. Default: `plan_tables` of their sizes, by which those of up to 64 KiB are replicated and others
         divided by rows. A plan of that many workers says which one owns a whole table; otherwise they are dealt by
         bytes.
       update: "rows" (default) or "dense", of divided tables: see `ShardedEmbedding`. Optimizers update replicated
         tables as any weight.
-      axis: over which workers tables are divided, "model" or "data": see `ShardedEmbedding`.
-      **kwargs: those of `keras.layers.Layer`.
+      axis: Over which workers tables are divided, "model" or "data": see `ShardedEmbedding`.
+      **kwargs: Those of `keras.layers.Layer`.
 
     Call arguments:
       inputs: int32 or int64 ids for each feature: dense of shape `[batch]` or `[..., ids]`, or with a combiner a
@@ -73,9 +73,9 @@ class DistributedEmbedding(keras.layers.Layer):
       one for each id where the table has no combiner. In the layer's compute dtype.
 
     Raises:
-      ConfigurationError: for configs and plans that it does not support; and as `ShardedEmbedding`.
-      ValueError: for inputs of another structure.
-      tf.errors.InvalidArgumentError: for an id that its table has no row for, with the name of the table: on every rank
+      ConfigurationError: For configs and plans that it does not support; and as `ShardedEmbedding`.
+      ValueError: For inputs of another structure.
+      tf.errors.InvalidArgumentError: For an id that its table has no row for, with the name of the table: on every rank
         where the table is divided.
 
     >>> from tfring.layers import FeatureConfig, TableConfig
@@ -212,7 +212,7 @@ class DistributedEmbedding(keras.layers.Layer):
         """Takes whole tables by their names, of which each worker keeps its part.
 
         Raises:
-          ValueError: where one is missing, or of another shape.
+          ValueError: Where one is missing, or of another shape.
         """
         self.build()
         received = {name: tuple(table.shape) for name, table in embedding_tables.items()}
@@ -262,9 +262,9 @@ class _Stack:
     """Tables of one width in one weight, one after another; a replicated table is alone in its own.
 
     Args:
-      chosen: the tables.
-      features: all features of the layer.
-      kinds: by the names of tables.
+      chosen: The tables.
+      features: All features of the layer.
+      kinds: By the names of tables.
     """
 
     def __init__(self, chosen: list[TableConfig], features: Sequence[FeatureConfig], kinds: Mapping[str, str]) -> None:

@@ -22,18 +22,18 @@ class TableConfig:
     """A table of embeddings.
 
     Args:
-      name: of the table; no other table of the layer has the same.
-      vocabulary_size: how many rows it has; ids run from 0 to `vocabulary_size - 1`.
-      embedding_dim: how many columns. Tables with as many share a weight.
-      initializer: of Keras. Default "uniform".
+      name: Of the table; no other table of the layer has the same.
+      vocabulary_size: How many rows it has; ids run from 0 to `vocabulary_size - 1`.
+      embedding_dim: How many columns. Tables with as many share a weight.
+      initializer: Of Keras. Default "uniform".
       optimizer: None (default); the model's optimizer updates tables, and another is refused.
       combiner: "mean" (default), "sum" or "sqrtn" of the rows of an example's ids; or None, and each id keeps its row.
       placement: "auto" (default) or "default_device", which are the same here; "sparsecore" is refused.
-      max_ids_per_partition: sizes of buffers on TPUs, as in keras_rs, and not looked at here.
-      max_unique_ids_per_partition: likewise.
+      max_ids_per_partition: Sizes of buffers on TPUs, as in keras_rs, and not looked at here.
+      max_unique_ids_per_partition: Likewise.
 
     Raises:
-      ConfigurationError: for an `optimizer`, and another combiner or placement.
+      ConfigurationError: For an `optimizer`, and another combiner or placement.
 
     >>> TableConfig("items", vocabulary_size=1000, embedding_dim=16).combiner
     'mean'
@@ -68,10 +68,10 @@ class FeatureConfig:
     """A feature, whose ids are looked up in a table; several may share one.
 
     Args:
-      name: of the feature.
-      table: a TableConfig; the same object in each feature that shares it.
-      input_shape: of the ids of the whole batch, as in keras_rs, and not looked at here.
-      output_shape: likewise.
+      name: Of the feature.
+      table: A TableConfig; the same object in each feature that shares it.
+      input_shape: Of the ids of the whole batch, as in keras_rs, and not looked at here.
+      output_shape: Likewise.
 
     >>> items = TableConfig("items", vocabulary_size=1000, embedding_dim=16)
     >>> [FeatureConfig(name, items).table.name for name in ("bought", "seen")]

@@ -28,7 +28,7 @@ class LocalStatistics:
         """Returns the moments `[..., 3, channels]` of all replicas.
 
         Args:
-          moments: this replica's.
+          moments: This replica's.
           share: bool scalar, the same on all replicas; where False nothing is exchanged, and each replica
             keeps its own.
         """

@@ -49,10 +49,10 @@ class Exchange:
     """Looks up rows of a sharded table, or of several that lie one after another in one.
 
     Args:
-      sharding: of all together, by rows.
-      tables: the name, for errors, and the number of rows of each table.
-      group: the ranks over which they are sharded.
-      key: what the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
+      sharding: Of all together, by rows.
+      tables: The name, for errors, and the number of rows of each table.
+      group: The ranks over which they are sharded.
+      key: What the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
     """
 
     def __init__(self, sharding: Sharding, tables: Sequence[tuple[str, int]], group: ShardGroup, key: str) -> None:
@@ -69,8 +69,8 @@ class Exchange:
         """Returns the rows of ids, `[*ids.shape, ...]`, in the dtype of the variable; of all lookups at once.
 
         Args:
-          variable: of TensorFlow, this worker's rows.
-          lookups: pairs of which table, by its number, and int32 or int64 ids of any shape.
+          variable: Of TensorFlow, this worker's rows.
+          lookups: Pairs of which table, by its number, and int32 or int64 ids of any shape.
         """
         is_exchanged = self._collectives.world_size > 1
         if partition.is_noted() and not is_exchanged:  # a replicated table, which is the only one of its weight

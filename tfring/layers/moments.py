@@ -21,8 +21,8 @@ def local_moments(x: tf.Tensor, axis: int, mask: tf.Tensor | None = None) -> tf.
 
     Args:
       x: float32 or float64, of any rank.
-      axis: the channels' axis; not negative.
-      mask: bool, of x's shape; False elements do not count.
+      axis: The channels' axis; not negative.
+      mask: Bool, of x's shape; False elements do not count.
 
     Returns:
       float64 `[3, channels]`; a channel without elements has zeros.

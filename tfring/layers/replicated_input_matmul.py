@@ -31,9 +31,9 @@ class ReplicatedInputMatmul:
     """The ranks of an axis, which hold the same rows.
 
     Args:
-      collectives: the engine, see `tfring.ring.collectives`.
-      bounds: where each rank's part begins and ends, of what is gathered and sliced.
-      key: what the collectives are called, the same on all ranks.
+      collectives: The engine, see `tfring.ring.collectives`.
+      bounds: Where each rank's part begins and ends, of what is gathered and sliced.
+      key: What the collectives are called, the same on all ranks.
     """
 
     def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:
@@ -50,7 +50,7 @@ class ReplicatedInputMatmul:
           inputs: `[rows, features]`, the same on all ranks.
           kernel: `[features, columns of this rank]`, of the dtype of `inputs`.
           bias: `[columns of this rank]`, or None.
-          leaves_parts: whether the result has the columns of this rank alone.
+          leaves_parts: Whether the result has the columns of this rank alone.
 
         Returns:
           `[rows, columns]`, of all ranks or of this one.
@@ -66,7 +66,7 @@ class ReplicatedInputMatmul:
         Args:
           inputs: `[rows, features]`: those of all ranks, or of this one.
           kernel: `[features of this rank, units]`, of the dtype of `inputs`.
-          takes_parts: whether `inputs` are this rank's features.
+          takes_parts: Whether `inputs` are this rank's features.
 
         Returns:
           `[rows, units]`.

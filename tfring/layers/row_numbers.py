@@ -30,13 +30,13 @@ class RowNumbers:
     """The numbers of rows of tables that lie one after another.
 
     Args:
-      sharding: of all tables together, by rows.
-      sizes: how many rows each table has.
+      sharding: Of all tables together, by rows.
+      sizes: How many rows each table has.
 
     Attributes:
-      firsts: for each table the number of its first row.
-      steps: for each table the step from a number to the next.
-      end: an exclusive upper bound of numbers.
+      firsts: For each table the number of its first row.
+      steps: For each table the step from a number to the next.
+      end: An exclusive upper bound of numbers.
 
     >>> from tfring.sharding import shard_table, shard_tables
     >>> numbers = RowNumbers(shard_tables((9, 4), 3, [(2, 2), (4, None), (3, 0)]), [2, 4, 3])

@@ -32,16 +32,16 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     With `dropout` the heads of each worker drop the same places.
 
     Args:
-      num_heads: as many on each worker along the axis.
-      key_dim: size of each head for query and key.
-      *args, **kwargs: those of `keras.layers.MultiHeadAttention`. Regularizers are L1, L2 or L1L2, constraints NonNeg.
+      num_heads: As many on each worker along the axis.
+      key_dim: Size of each head for query and key.
+      *args, **kwargs: Those of `keras.layers.MultiHeadAttention`. Regularizers are L1, L2 or L1L2, constraints NonNeg.
 
     Call arguments:
       those of `keras.layers.MultiHeadAttention`, but for `return_attention_scores=True`: a worker has those of its
       heads.
 
     Raises:
-      ConfigurationError: for arguments that it does not support, several replicas a worker, heads that do not divide
+      ConfigurationError: For arguments that it does not support, several replicas a worker, heads that do not divide
         evenly, and in `fit` for optimizers that need whole weights (Adafactor, Lamb, Muon).
 
     >>> layer = ShardedMultiHeadAttention(num_heads=2, key_dim=3)

@@ -37,17 +37,17 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
     of workers.
 
     Args:
-      units: how many outputs there are.
+      units: How many outputs there are.
       split: "columns" (default): each worker has the columns of its outputs, and of the bias; or "rows": it has the
         rows of its inputs, and all of the bias. Shards differ by one where they do not divide evenly.
-      axis: over which workers, "model" or "data". Default: "model" where the mesh has that axis, else "data".
-      gather_output: with `split="columns"`, whether each worker gets all outputs (default), or along the model axis
+      axis: Over which workers, "model" or "data". Default: "model" where the mesh has that axis, else "data".
+      gather_output: With `split="columns"`, whether each worker gets all outputs (default), or along the model axis
         those of its columns alone, for a layer with `input_is_parallel=True`. Along the data axis, and in one process,
         it always gets all.
-      input_is_parallel: with `split="rows"`, whether inputs are what a layer with `gather_output=False` has left: along
+      input_is_parallel: With `split="rows"`, whether inputs are what a layer with `gather_output=False` has left: along
         the model axis those of this worker's rows alone. Between the two comes only what works element by element.
         Default False.
-      **kwargs: those of `keras.layers.Dense`. Regularizers of the kernel are L1, L2 or L1L2 and its constraint NonNeg;
+      **kwargs: Those of `keras.layers.Dense`. Regularizers of the kernel are L1, L2 or L1L2 and its constraint NonNeg;
         with columns those of the bias, too.
 
     Call arguments:
@@ -57,7 +57,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
       `[..., units]`; along the model axis with `gather_output=False` the units of this worker's columns.
 
     Raises:
-      ConfigurationError: for arguments that it does not support, for several replicas a worker, for fewer columns or
+      ConfigurationError: For arguments that it does not support, for several replicas a worker, for fewer columns or
         rows than workers, and in `fit` for optimizers that need full weights (Adafactor, Lamb, Muon).
 
     >>> layer = ShardedDense(2, split="rows", kernel_initializer="ones")

@@ -33,22 +33,22 @@ class ShardedEmbedding(keras.layers.Embedding):
     hold the full table, as those of `keras.layers.Embedding` do, and load into either layer and any number of workers.
 
     Args:
-      input_dim: how many rows the table has; ids run from 0 to `input_dim - 1`.
-      output_dim: how many columns.
-      embeddings_initializer: default "uniform". Up to 16,777,216 elements the table is drawn in full, as
+      input_dim: How many rows the table has; ids run from 0 to `input_dim - 1`.
+      output_dim: How many columns.
+      embeddings_initializer: Default "uniform". Up to 16,777,216 elements the table is drawn in full, as
         `keras.layers.Embedding` draws it; a larger one in blocks of rows, the same whatever the number of workers, by
         one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal.
-      mask_zero: whether id 0 is padding: it is masked, and no `combiner` counts it. Default False.
+      mask_zero: Whether id 0 is padding: it is masked, and no `combiner` counts it. Default False.
       combiner: None (default); or "sum", "mean" or "sqrtn" of the rows of the ids along the last axis:
         `sum w_i r_i`, divided by `sum w_i` or by `sqrt(sum w_i^2)`; zeros where all `w_i` are 0.
       placement: "interleaved" (default), row `r` at worker `r % N`: loads are even where ids are sorted by how
         frequent they are; "range", equal ranges of rows; or "columns", some columns of all rows, for a table of few
         wide rows: a worker's rows are then its columns of all rows.
-      update: what an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
+      update: What an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
         costs what its rows cost; SGD without momentum and Adagrad compute the same as ever, others as in LazyAdam:
         momenta and weight decay of a row stand still until its next gradient. "dense": what Keras does, with all of
         this worker's rows.
-      axis: over which workers the table is sharded: those along the "model" axis of the strategy's mesh, which look up
+      axis: Over which workers the table is sharded: those along the "model" axis of the strategy's mesh, which look up
         the same ids; or those along its "data" axis, each of which has ids of its own. Default: "model" where the mesh
         has that axis, else "data".
       **kwargs: `weights` of `keras.layers.Embedding`, and those of `keras.layers.Layer`.
@@ -62,10 +62,10 @@ class ShardedEmbedding(keras.layers.Embedding):
       `[*inputs.shape, output_dim]`, with a combiner `[*inputs.shape[:-1], output_dim]`, in the layer's compute dtype.
 
     Raises:
-      ConfigurationError: for arguments that it does not support, for several replicas a worker, and in `fit` for
+      ConfigurationError: For arguments that it does not support, for several replicas a worker, and in `fit` for
         optimizers that need more than rows (Adafactor, Lamb, Muon), or with `update="rows"` for `use_ema` and
         `gradient_accumulation_steps`.
-      tf.errors.InvalidArgumentError: on every rank, for an id that the table has no row for.
+      tf.errors.InvalidArgumentError: On every rank, for an id that the table has no row for.
 
     >>> layer = ShardedEmbedding(4, 2, embeddings_initializer="ones", combiner="mean")
     >>> layer(tf.constant([[3, 3, 1]])).numpy()

@@ -23,8 +23,8 @@ class ShardedWeights(keras.layers.Layer):
     the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding/`).
 
     Attributes:
-      shard_group: the ranks over which the layer is sharded.
-      dimensions: by the name of a weight, the dimension along which it is sharded.
+      shard_group: The ranks over which the layer is sharded.
+      dimensions: By the name of a weight, the dimension along which it is sharded.
     """
 
     shard_group = ShardGroup()

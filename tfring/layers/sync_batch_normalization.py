@@ -51,22 +51,22 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     refused.
 
     Args:
-      axis: the channels' axis, as all further arguments as in `keras.layers.BatchNormalization`. Default -1.
-      momentum: of the moving averages. Default 0.99.
-      epsilon: added to the variance. Default 1e-3.
-      center: whether there is a beta. Default True.
-      scale: whether there is a gamma. Default True.
-      beta_initializer: default "zeros".
-      gamma_initializer: default "ones".
-      moving_mean_initializer: default "zeros".
-      moving_variance_initializer: default "ones".
-      beta_regularizer: default None.
-      gamma_regularizer: default None.
-      beta_constraint: default None.
-      gamma_constraint: default None.
-      synchronization: how the workers of a RingStrategy exchange statistics: "all_reduce", round the ring
+      axis: The channels' axis, as all further arguments as in `keras.layers.BatchNormalization`. Default -1.
+      momentum: Of the moving averages. Default 0.99.
+      epsilon: Added to the variance. Default 1e-3.
+      center: Whether there is a beta. Default True.
+      scale: Whether there is a gamma. Default True.
+      beta_initializer: Default "zeros".
+      gamma_initializer: Default "ones".
+      moving_mean_initializer: Default "zeros".
+      moving_variance_initializer: Default "ones".
+      beta_regularizer: Default None.
+      gamma_regularizer: Default None.
+      beta_constraint: Default None.
+      gamma_constraint: Default None.
+      synchronization: How the workers of a RingStrategy exchange statistics: "all_reduce", round the ring
         (default), or "central", through rank 0. Other strategies always reduce over all devices.
-      sync_every: statistics are shared in every `sync_every`-th training step only; in the steps between
+      sync_every: Statistics are shared in every `sync_every`-th training step only; in the steps between
         each replica normalizes by its own. The moving averages take in all of these steps at the next
         sharing, exactly, and so are equal on all replicas at any time. Default 1.
       **kwargs: `renorm`, `renorm_clipping`, `renorm_momentum` where Keras has them, and those of

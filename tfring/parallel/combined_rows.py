@@ -18,13 +18,13 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
     """Traces a stage for any number of rows, in a graph that is not run.
 
     Args:
-      compute: of tensors; returns those that leave the stage, and its loss or None.
-      specs: of the tensors that come into the stage, any structure.
-      running: the step of a microbatch.
-      name: of the stage, for the user.
+      compute: Of tensors; returns those that leave the stage, and its loss or None.
+      specs: Of the tensors that come into the stage, any structure.
+      running: The step of a microbatch.
+      name: Of the stage, for the user.
 
     Raises:
-      ConfigurationError: if rows are combined otherwise than in a mean.
+      ConfigurationError: If rows are combined otherwise than in a mean.
     """
     found: partition.Analysis | None = None
 

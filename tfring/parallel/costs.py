@@ -34,19 +34,19 @@ def measure_layers(model: keras.Model, x: Any, *, slots: int = 2, repetitions: i
     `tf.function` takes. The loss is not in it, nor what loops keep for their backward pass (recurrent layers).
 
     Args:
-      model: a built `keras.Sequential` or functional model, before it goes into a Pipeline.
-      x: inputs as of `model.fit`, arrays or tensors, with as many rows as a microbatch: activations and times are those
+      model: A built `keras.Sequential` or functional model, before it goes into a Pipeline.
+      x: Inputs as of `model.fit`, arrays or tensors, with as many rows as a microbatch: activations and times are those
         of such.
-      slots: how many values the optimizer keeps for each of a weight: 0 for SGD, 1 with momentum, 2 for Adam, which is
+      slots: How many values the optimizer keeps for each of a weight: 0 for SGD, 1 with momentum, 2 for Adam, which is
         the default.
-      repetitions: how often each call is timed. Default 10.
+      repetitions: How often each call is timed. Default 10.
 
     Returns:
       The costs, in the order of the calls. Stages may not begin where a Pipeline refuses to cut: between layers that
       share weights, and where masks, sparse or ragged tensors would cross.
 
     Raises:
-      ConfigurationError: for models that no Pipeline takes, or that are in one; for numbers that are too small.
+      ConfigurationError: For models that no Pipeline takes, or that are in one; for numbers that are too small.
 
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")])
     >>> a, b = measure_layers(model, tf.zeros([3, 4]))
@@ -98,10 +98,10 @@ class _Known:
     """Values of the model's tensors, by id.
 
     Attributes:
-      values: of one microbatch.
-      roots: for a tensor in the memory of another, the other.
-      wanted: tensors whose gradient a backward pass computes.
-      kept: tensors that a backward pass takes.
+      values: Of one microbatch.
+      roots: For a tensor in the memory of another, the other.
+      wanted: Tensors whose gradient a backward pass computes.
+      kept: Tensors that a backward pass takes.
     """
 
     def __init__(self, inputs: dict[int, Any]) -> None:
@@ -115,9 +115,9 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-      function: a `tf.function` of what the call takes: its outputs, and gradients of inputs and weights. While it is
+      function: A `tf.function` of what the call takes: its outputs, and gradients of inputs and weights. While it is
         traced, `known` learns about the outputs.
-      bytes_inside: of tensors kept for the backward pass that are neither inputs nor outputs.
+      bytes_inside: Of tensors kept for the backward pass that are neither inputs nor outputs.
     """
 
     def __init__(self, node: Any, known: _Known, ring: Ring | None) -> None:

@@ -26,17 +26,17 @@ def shard_embeddings(
     worker is made as a ShardedEmbedding at once.
 
     Args:
-      model: a built functional or sequential model.
-      min_rows: tables with fewer rows stay whole, one on each worker. Default 1,000,000.
-      placement: see `ShardedEmbedding`.
-      update: see `ShardedEmbedding`.
+      model: A built functional or sequential model.
+      min_rows: Tables with fewer rows stay whole, one on each worker. Default 1,000,000.
+      placement: See `ShardedEmbedding`.
+      update: See `ShardedEmbedding`.
 
     Returns:
       A new model, with the weights, names and `trainable` settings of the old.
 
     Raises:
-      ValueError: where the model cannot be rebuilt layer by layer, or a custom layer hides a large table.
-      ConfigurationError: for a large table with a regularizer, a constraint or LoRA.
+      ValueError: Where the model cannot be rebuilt layer by layer, or a custom layer hides a large table.
+      ConfigurationError: For a large table with a regularizer, a constraint or LoRA.
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(1000, 4)])
     >>> type(shard_embeddings(model, min_rows=100).layers[0]).__name__

@@ -41,12 +41,12 @@ class Microbatch:
     """Some rows of this worker's batch.
 
     Attributes:
-      number: from 0.
-      rows: how many, int or int64 scalar; where there are none it holds another's, which does not count.
-      share: of the rows of the worker's batch, float64 scalar.
-      enlarged: a power of two by which gradients are divided on their way, for those of the mean over a microbatch
+      number: From 0.
+      rows: How many, int or int64 scalar; where there are none it holds another's, which does not count.
+      share: Of the rows of the worker's batch, float64 scalar.
+      enlarged: A power of two by which gradients are divided on their way, for those of the mean over a microbatch
         overflow float16 where those of the mean over the batch do not.
-      step: what the losses and layers see while they compute it.
+      step: What the losses and layers see while they compute it.
     """
 
     def __init__(self, number: int, count: int, element: Any, all_rows: Any, replicas: int) -> None:
@@ -87,10 +87,10 @@ class Passes:
     """Runs this worker's passes of a pipeline.
 
     Args:
-      pipeline: the `Pipeline`, for its losses, metrics and optimizer.
-      staged: its model in stages.
-      ring: the workers, whose mesh has as many stages.
-      recompute: whether forward passes run again before backward passes.
+      pipeline: The `Pipeline`, for its losses, metrics and optimizer.
+      staged: Its model in stages.
+      ring: The workers, whose mesh has as many stages.
+      recompute: Whether forward passes run again before backward passes.
     """
 
     def __init__(self, pipeline: Any, staged: StagedModel, ring: Ring, recompute: bool) -> None:

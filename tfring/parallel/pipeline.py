@@ -35,21 +35,21 @@ class Pipeline(keras.Model):
     the model without a Pipeline, and into any number of stages.
 
     Args:
-      model: a built `keras.Sequential` or functional model, made in the strategy's scope. Skip connections over stages,
+      model: A built `keras.Sequential` or functional model, made in the strategy's scope. Skip connections over stages,
         several inputs and several outputs work.
-      stages: names of the layers with which stages 2, 3, ... begin, in the order of `model.layers`; one fewer than the
+      stages: Names of the layers with which stages 2, 3, ... begin, in the order of `model.layers`; one fewer than the
         pipeline axis is long. `tfring.parallel.plan_stages` finds those of stages that take equally long.
-      num_microbatches: into how many parts the rows of a worker's batch are cut. Stages are idle for
+      num_microbatches: Into how many parts the rows of a worker's batch are cut. Stages are idle for
         `(S - 1) / (M + S - 1)` of a step (with S stages and M microbatches). Default 8.
       schedule: "1f1b" (default, PipeDream-flush, https://arxiv.org/abs/2006.09503) or "gpipe"
         (https://arxiv.org/abs/1811.06965); the same results in the same time, with the activations of at most S
         microbatches on a stage, or of all. See `tfring.parallel.plan_schedule`.
-      recompute: whether a stage keeps only what came into it, and computes its forward pass once more before the
+      recompute: Whether a stage keeps only what came into it, and computes its forward pass once more before the
         backward pass; dropout draws the same. Default False.
       **kwargs: `name`, of `keras.Model`.
 
     Raises:
-      ConfigurationError: for what one process would compute differently. Names of no layer, or of too many or too few;
+      ConfigurationError: For what one process would compute differently. Names of no layer, or of too many or too few;
         weights used in two stages; models with steps of their own; masks that cross stages; a BatchNormalization that
         trains, with several microbatches or `recompute`. In `compile` for losses that are means by sample weights or
         masks, with several microbatches; in `fit` for optimizers that need more than element by element (Adafactor,

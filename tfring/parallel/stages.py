@@ -25,10 +25,10 @@ class Crossing(NamedTuple):
     """A tensor that one stage computes and a later one uses.
 
     Attributes:
-      tensor: the `keras.KerasTensor` of the model.
-      source: the stage that computes it.
-      to: the stage that uses it.
-      name: of its messages.
+      tensor: The `keras.KerasTensor` of the model.
+      source: The stage that computes it.
+      to: The stage that uses it.
+      name: Of its messages.
     """
 
     tensor: keras.KerasTensor
@@ -88,9 +88,9 @@ class StagedModel(NamedTuple):
     """A model cut into stages.
 
     Attributes:
-      model: functional.
-      stages: in order.
-      crossings: of all forward passes of a microbatch, in the order of their messages: by source, then by where to.
+      model: Functional.
+      stages: In order.
+      crossings: Of all forward passes of a microbatch, in the order of their messages: by source, then by where to.
     """
 
     model: keras.Model
@@ -108,11 +108,11 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> StagedModel:
     """Cuts a model before the named layers.
 
     Args:
-      model: a built Sequential or functional model, with the methods of `keras.Model`.
-      names: of the layers with which the second stage begins, the third, and so on.
+      model: A built Sequential or functional model, with the methods of `keras.Model`.
+      names: Of the layers with which the second stage begins, the third, and so on.
 
     Raises:
-      ConfigurationError: for other models, names that are not those of layers in the order of the model, layers that
+      ConfigurationError: For other models, names that are not those of layers in the order of the model, layers that
         two stages would use, and tensors that cannot cross.
     """
     functional = functional_of(model)
@@ -132,7 +132,7 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
     """Returns the crossings between stages, where `stage_of` each call of `nodes` is known.
 
     Raises:
-      ConfigurationError: for layers that two stages would use, and tensors that cannot cross.
+      ConfigurationError: For layers that two stages would use, and tensors that cannot cross.
     """
     _refuse_shared(nodes, stage_of)
     last = stage_of[-1]
@@ -161,7 +161,7 @@ def functional_of(model: Any) -> keras.Model:
     """The model as a functional one, whose calls can be distinguished.
 
     Raises:
-      ConfigurationError: for other models than built Sequential and functional ones, with the methods of `keras.Model`.
+      ConfigurationError: For other models than built Sequential and functional ones, with the methods of `keras.Model`.
     """
     if isinstance(model, keras.Sequential) and model.built and model.layers:
         return keras.Model(model.inputs, model.outputs, name=model.name)

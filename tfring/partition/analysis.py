@@ -53,9 +53,9 @@ class Finding(NamedTuple):
     """A tensor that is not what the step takes it for.
 
     Attributes:
-      reason: a key of `report.REASONS`.
-      op: the operation where it ceased to be.
-      name: of the tensor.
+      reason: A key of `report.REASONS`.
+      op: The operation where it ceased to be.
+      name: Of the tensor.
     """
 
     reason: str
@@ -67,11 +67,11 @@ class Edit(NamedTuple):
     """A conversion of one input of an operation.
 
     Attributes:
-      op: the operation.
-      position: of its input.
-      value: what the input is.
-      conversion: what it is converted by.
-      level: how many exchanges between replicas the input waits for.
+      op: The operation.
+      position: Of its input.
+      value: What the input is.
+      conversion: What it is converted by.
+      level: How many exchanges between replicas the input waits for.
     """
 
     op: Any
@@ -85,13 +85,13 @@ class Analysis(NamedTuple):
     """The findings and the conversions of a step.
 
     Attributes:
-      findings: what is not what one process would compute, each once.
-      edits: the conversions that make the rest so, inputs first; of each those of all replicas of this process.
-      values: what each tensor of the outermost graph is once that is done, by its name.
-      sources: for each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
+      findings: What is not what one process would compute, each once.
+      edits: The conversions that make the rest so, inputs first; of each those of all replicas of this process.
+      values: What each tensor of the outermost graph is once that is done, by its name.
+      sources: For each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
         the replica's part.
-      levels: how many exchanges each operation waits for, by its name.
-      writes_parts: whether a variable that holds one value, or one for each row, is given parts of one.
+      levels: How many exchanges each operation waits for, by its name.
+      writes_parts: Whether a variable that holds one value, or one for each row, is given parts of one.
     """
 
     findings: list[Finding]
@@ -110,12 +110,12 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
     """Analyzes the graph of a step.
 
     Args:
-      graph: a FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
-      holds: tells of the handle of a variable what replicas hold in it: "copies", which become the same where they are
+      graph: A FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
+      holds: Tells of the handle of a variable what replicas hold in it: "copies", which become the same where they are
         not, "parts" of a sum, or "values" of their own, which nothing makes the same after the step.
 
     Raises:
-      DifferentReplicasError: where replicas of this process did not trace the same.
+      DifferentReplicasError: Where replicas of this process did not trace the same.
     """
     marked = needed_for(graph, marks.expected)
     needed = marked | needed_for(graph, Definitions().is_stateful)
@@ -246,7 +246,7 @@ class Walk:
         """Finds what operations do, print or write with what one process does not have.
 
         Args:
-          values: the results of a loop that runs for what it does alone, on inputs of which some may be converted.
+          values: The results of a loop that runs for what it does alone, on inputs of which some may be converted.
         """
         effects = [self.contents.pop(key) for key in [key for key in self.contents if isinstance(key, str)]]
         for placement in (value.placement for value in [*effects, *values]):

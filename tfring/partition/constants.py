@@ -76,9 +76,9 @@ def of_operation(op: Any, ins: Sequence[Value], rows: set[str]) -> list[Any] | N
     """Returns the integers an operation computes from known ones, an array for each output; None if not known.
 
     Args:
-      op: the operation.
-      ins: its inputs.
-      rows: the symbols of rows. Floats are computed only from numbers of rows.
+      op: The operation.
+      ins: Its inputs.
+      rows: The symbols of rows. Floats are computed only from numbers of rows.
     """
     if not ins or not op.outputs or any(value.const is None for value in ins):
         return None

@@ -44,7 +44,7 @@ class Unscaled:
     """Rows or a part, times shares of rows.
 
     Attributes:
-      scale: what the result still has.
+      scale: What the result still has.
     """
 
     scale: Scale = UNSCALED
@@ -60,7 +60,7 @@ class First:
     """On the first replica the tensor of one process, on others zeros, so that the sum is the tensor.
 
     Attributes:
-      is_held: whether it stands beside what replicas hold in parts.
+      is_held: Whether it stands beside what replicas hold in parts.
     """
 
     is_held: bool = False
@@ -81,7 +81,7 @@ class Numbers:
     """Sizes.
 
     Attributes:
-      own: the positions of those that are this replica's; others are of the whole batch.
+      own: The positions of those that are this replica's; others are of the whole batch.
     """
 
     own: tuple[int, ...]
@@ -92,7 +92,7 @@ class Own:
     """This replica's rows.
 
     Attributes:
-      axis: along which.
+      axis: Along which.
     """
 
     axis: int
@@ -186,9 +186,9 @@ def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> 
     """Yields conversions of the inputs of an operation, by position: those that cost less first.
 
     Args:
-      ins: the inputs.
-      terms: the positions of those in which the operation is linear together, as a sum is.
-      rows: the symbols of rows.
+      ins: The inputs.
+      terms: The positions of those in which the operation is linear together, as a sum is.
+      rows: The symbols of rows.
     """
     seen: set = set()
     for found in _candidates(ins, terms, rows):
@@ -284,11 +284,11 @@ def towards(
     """Returns the conversions after which a value is what a mark expects; None where there are none.
 
     Args:
-      value: a value, which does not fit.
-      what: one of `marks.EXPECTATIONS`.
-      rows: the symbols of rows.
-      is_integer: whether it is of integers, which shares of rows would round.
-      like: the values that ids are those of, where they are known.
+      value: A value, which does not fit.
+      what: One of `marks.EXPECTATIONS`.
+      rows: The symbols of rows.
+      is_integer: Whether it is of integers, which shares of rows would round.
+      like: The values that ids are those of, where they are known.
     """
     if not can_convert(value):
         return None

@@ -16,8 +16,8 @@ class Dim:
     """A monomial: a coefficient times symbols to powers.
 
     Attributes:
-      coefficient: an integer.
-      powers: pairs of a symbol and its exponent, sorted, without zeros.
+      coefficient: An integer.
+      powers: Pairs of a symbol and its exponent, sorted, without zeros.
     """
 
     coefficient: int

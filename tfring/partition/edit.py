@@ -49,7 +49,7 @@ class Exchange(Protocol):
 
     Attributes:
       rows: int64 `[replicas]`, the rows of the batch that each has.
-      replica: the position of this process's first; the others follow.
+      replica: The position of this process's first; the others follow.
     """
 
     rows: tf.Tensor
@@ -80,8 +80,8 @@ def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
     and come before what was built from their results. They stand where their round is, by control edges.
 
     Args:
-      analysis: of the graph.
-      exchange: between replicas.
+      analysis: Of the graph.
+      exchange: Between replicas.
 
     Returns:
       Operations after which all exchanges have been made.
@@ -208,9 +208,9 @@ class _Replica:
     """Converts what one replica of this process has.
 
     Args:
-      sources: see `Analysis`.
-      rows: see `Exchange`.
-      position: the replica's, in all of them.
+      sources: See `Analysis`.
+      rows: See `Exchange`.
+      position: The replica's, in all of them.
     """
 
     def __init__(self, sources: dict[str, Source], rows: tf.Tensor, position: int) -> None:

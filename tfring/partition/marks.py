@@ -22,7 +22,7 @@ def declare(tensor: Any, what: str) -> Any:
     """Returns a tensor marked for the analysis: what it is.
 
     Args:
-      tensor: a dense tensor.
+      tensor: A dense tensor.
       what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
         same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
         over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "drawn", what random numbers
@@ -37,7 +37,7 @@ def declare_looked_up(rows: Any, ids: Any) -> Any:
 
     Args:
       rows: `[*ids.shape, ...]`.
-      ids: a tensor of the same graph.
+      ids: A tensor of the same graph.
     """
     return rows if tf.executing_eagerly() else _marked(rows, {_DECLARED: "looked up", _LIKE: ids.name})
 
@@ -46,9 +46,9 @@ def expect_upstream(tensor: Any, what: str, name: str) -> Any:
     """Returns a tensor whose gradient, as it comes in, is expected to be something; tfring's own backward pass follows.
 
     Args:
-      tensor: a dense tensor.
-      what: as of `expect`.
-      name: of the gradient, for the user.
+      tensor: A dense tensor.
+      what: As of `expect`.
+      name: Of the gradient, for the user.
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
@@ -61,8 +61,8 @@ def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
     Around what exchanges rows with other replicas: what becomes of gradients within is not looked at.
 
     Args:
-      tensor: a dense tensor.
-      what: as of `declare`.
+      tensor: A dense tensor.
+      what: As of `declare`.
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
@@ -73,13 +73,13 @@ def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
     """Returns a tensor, with a note of what the step takes it for: the analysis looks whether it is, or makes it so.
 
     Args:
-      tensor: a dense tensor.
+      tensor: A dense tensor.
       what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", whose sum over replicas
         is, of one without rows as well; "added", which is such parts as a variable holds plus parts of the batch;
         "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of rows";
         "rows of gradients", that are added up, and their "ids of gradients".
-      name: of the tensor, for the user.
-      like: of what is added to, what the variable holds; of ids, the rows of gradients that they are those of.
+      name: Of the tensor, for the user.
+      like: Of what is added to, what the variable holds; of ids, the rows of gradients that they are those of.
     """
     assert what in EXPECTATIONS, what
     if tf.executing_eagerly():  # tensors have no names
@@ -101,7 +101,7 @@ def declare_batch(element: Any) -> Any:
     """Returns a batch marked for the analysis: which are a replica's rows.
 
     Args:
-      element: any structure; of its dense tensors those whose first dimension is open have rows, and ragged and sparse
+      element: Any structure; of its dense tensors those whose first dimension is open have rows, and ragged and sparse
         tensors have.
     """
 

@@ -33,8 +33,8 @@ def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
     """Notes that a replica of this process makes the operations in here.
 
     Args:
-      number: which, from 0.
-      is_scoped: whether TensorFlow has not entered the scope of the replica.
+      number: Which, from 0.
+      is_scoped: Whether TensorFlow has not entered the scope of the replica.
     """
     if tf.executing_eagerly():
         yield
@@ -85,15 +85,15 @@ class Twins:
     """The replicas of this process in a graph.
 
     Attributes:
-      count: how many there are; 1 where none is noted.
+      count: How many there are; 1 where none is noted.
 
     Args:
-      graph: a FuncGraph.
-      needed: the names of operations of which something comes. The first replica alone makes others, of shapes that
+      graph: A FuncGraph.
+      needed: The names of operations of which something comes. The first replica alone makes others, of shapes that
         TensorFlow computes while it traces and keeps with the graph.
 
     Raises:
-      DifferentReplicasError: where replicas did not make the same of those.
+      DifferentReplicasError: Where replicas did not make the same of those.
     """
 
     def __init__(self, graph: Any, needed: Collection[str]) -> None:

@@ -43,8 +43,8 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
     """Returns the message of a step that each worker computes from the whole batch.
 
     Args:
-      reason: what cannot be divided; a sentence where no operations are known.
-      step: such as "train_step of Functional 'model'".
+      reason: What cannot be divided; a sentence where no operations are known.
+      step: Such as "train_step of Functional 'model'".
     """
     if isinstance(reason, str):
         return f"{step}: {_WHOLE} {reason}"
@@ -69,8 +69,8 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
     """Returns the message of operations that each replica computes from all rows, for they have no rule; or None.
 
     Args:
-      analysis: of a step whose graph is edited.
-      step: as of `text_of_whole`.
+      analysis: Of a step whose graph is edited.
+      step: As of `text_of_whole`.
     """
     of_all_rows = [edit.op for edit, *_ in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
     gathered = [op for op in of_all_rows if op.type not in RULES]
@@ -88,7 +88,7 @@ def combined_rows(analysis: Analysis) -> tuple[str, str]:
     """Returns which operations combine rows of several replicas, and which may, with the user's lines.
 
     Args:
-      analysis: of what replicas compute of their own rows, which is not edited.
+      analysis: Of what replicas compute of their own rows, which is not edited.
 
     Returns:
       Texts, empty where there are none; operations that may have no rule.

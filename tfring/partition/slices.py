@@ -13,7 +13,7 @@ class Part(NamedTuple):
 
     Attributes:
       kind: "all" of it, "some", "one", or a "new" dimension.
-      begin, end, stride: of "some"; None where it begins or ends with the dimension.
+      begin, end, stride: Of "some"; None where it begins or ends with the dimension.
     """
 
     kind: str
@@ -45,9 +45,9 @@ def parse(op: Any, limits: Sequence[Any], rank: int) -> Index:
     """Reads a StridedSlice, or its gradient, of a tensor of a rank.
 
     Args:
-      op: the operation.
-      limits: arrays of where it begins and ends, and of its strides.
-      rank: of the tensor.
+      op: The operation.
+      limits: Arrays of where it begins and ends, and of its strides.
+      rank: Of the tensor.
     """
     begin, end, strides = limits
     masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}

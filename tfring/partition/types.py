@@ -39,8 +39,8 @@ class Shard(NamedTuple):
     """The rows of a replica.
 
     Attributes:
-      axis: along which rows lie.
-      blocks: how many blocks of equally many rows lie one after another, as in `concat([fake, real], 0)`; or a tuple
+      axis: Along which rows lie.
+      blocks: How many blocks of equally many rows lie one after another, as in `concat([fake, real], 0)`; or a tuple
         of the sizes of unequal ones.
     """
 
@@ -68,8 +68,8 @@ class Unplaced(NamedTuple):
     """Not, or not known to be, of the whole batch.
 
     Attributes:
-      op: the operation that made it so.
-      reason: one of `report.REASONS`; or "own", which is of tfring's, and declared where a step reads it.
+      op: The operation that made it so.
+      reason: One of `report.REASONS`; or "own", which is of tfring's, and declared where a step reads it.
     """
 
     op: Any
@@ -107,24 +107,24 @@ class Value:
     """A tensor of a step.
 
     Attributes:
-      shape: sizes in the whole batch; None where the rank is not known.
-      placement: what a replica holds.
-      scale: see above.
-      const: the integers in it, an array of sizes, where they are known. Those of rows are this replica's, unless
+      shape: Sizes in the whole batch; None where the rank is not known.
+      placement: What a replica holds.
+      scale: See above.
+      const: The integers in it, an array of sizes, where they are known. Those of rows are this replica's, unless
         `is_total`.
-      is_total: whether numbers of rows in `const` are those of the whole batch; None where some are.
-      points_into: how many rows there are of which it holds numbers, counted from this replica's first; "?" where it
+      is_total: Whether numbers of rows in `const` are those of the whole batch; None where some are.
+      points_into: How many rows there are of which it holds numbers, counted from this replica's first; "?" where it
         is not known.
-      is_held: whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
+      is_held: Whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
         the batch has its part, too; None where it is such a part beside one of the batch, in a body.
-      adds_to: what a variable held when it was read, where it is that, or that plus a part of the batch.
-      none_of: of a part of a sum, the symbol of rows that a mask keeps, without any of which a replica holds zeros.
-      is_zero: whether it is zeros, which fit every scale.
-      is_uniform: whether all rows are alike, so that they fit any order of rows.
-      handle: of a resource, which variable it is.
-      is_list: whether it is a list of tensors; its shape, placement and numbers are those of the stacked items, where
+      adds_to: What a variable held when it was read, where it is that, or that plus a part of the batch.
+      none_of: Of a part of a sum, the symbol of rows that a mask keeps, without any of which a replica holds zeros.
+      is_zero: Whether it is zeros, which fit every scale.
+      is_uniform: Whether all rows are alike, so that they fit any order of rows.
+      handle: Of a resource, which variable it is.
+      is_list: Whether it is a list of tensors; its shape, placement and numbers are those of the stacked items, where
         numbers are the same in each.
-      is_empty: of a list, whether nothing was put in.
+      is_empty: Of a list, whether nothing was put in.
     """
 
     shape: tuple[Size, ...] | None
@@ -158,7 +158,7 @@ class Value:
         """Returns the scale, of numbers in `const` that of the rows in them; None where they have several.
 
         Args:
-          rows: the symbols of rows.
+          rows: The symbols of rows.
         """
         if self.const is None or self.is_total:
             return self.scale

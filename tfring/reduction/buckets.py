@@ -32,10 +32,10 @@ def plan_buckets(
     A gradient belongs to one bucket, so a bucket is closed by the gradient with which it holds `bucket_bytes` or more.
 
     Args:
-      num_bytes: size of each gradient in bytes, in the order of the layers.
+      num_bytes: Size of each gradient in bytes, in the order of the layers.
       dtypes: dtype name of each gradient.
-      bucket_bytes: how many bytes close a bucket, > 0.
-      last_bytes: how many close the bucket that leaves last (of each dtype), > 0; twice as many close the one
+      bucket_bytes: How many bytes close a bucket, > 0.
+      last_bytes: How many close the bucket that leaves last (of each dtype), > 0; twice as many close the one
         before it, and so on up to `bucket_bytes`. Default: `bucket_bytes`.
 
     Returns:

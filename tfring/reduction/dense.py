@@ -45,12 +45,12 @@ def reduce_dense(
     """Sums each tensor over all ranks.
 
     Args:
-      collectives: the engine, see `tfring.ring.collectives`.
-      tensors: one worker's tensors; same shapes and dtypes in the same order on every rank.
-      name: what they are, for errors and traces.
+      collectives: The engine, see `tfring.ring.collectives`.
+      tensors: One worker's tensors; same shapes and dtypes in the same order on every rank.
+      name: What they are, for errors and traces.
       active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
-      buckets: how large they get.
-      compression: what float32 travels as, see `Communicator.all_reduce`.
+      buckets: How large they get.
+      compression: What float32 travels as, see `Communicator.all_reduce`.
 
     Returns:
       The sums, in the order and with the shapes of `tensors`.

@@ -38,8 +38,8 @@ class Schedule:
     """The tasks of each stage, in order.
 
     Args:
-      num_microbatches: into how many parts a batch is cut.
-      tasks: of each stage, its tasks.
+      num_microbatches: Into how many parts a batch is cut.
+      tasks: Of each stage, its tasks.
 
     >>> plan_schedule("1f1b", 2, 2).tasks[0][:3]
     (Task(kind='forward', microbatch=0), Task(kind='forward', microbatch=1), Task(kind='backward', microbatch=0))
@@ -58,11 +58,11 @@ class Schedule:
         A forward pass waits for that of the stage before, a backward pass for that of the stage after.
 
         Args:
-          durations: how long forward and backward passes take on each stage. Default: (1, 2) on all, in units of a
+          durations: How long forward and backward passes take on each stage. Default: (1, 2) on all, in units of a
             forward pass.
 
         Raises:
-          ValueError: for a table that comes to a standstill.
+          ValueError: For a table that comes to a standstill.
 
         >>> plan_schedule("gpipe", 2, 1).played()[1]
         {Task(kind='forward', microbatch=0): 1, Task(kind='backward', microbatch=0): 2}
@@ -165,11 +165,11 @@ def plan_schedule(kind: str, num_stages: int, num_microbatches: int) -> Schedule
 
     Args:
       kind: "1f1b" or "gpipe".
-      num_stages: at least 1.
-      num_microbatches: at least 1.
+      num_stages: At least 1.
+      num_microbatches: At least 1.
 
     Raises:
-      ConfigurationError: for another schedule, or numbers that are too small.
+      ConfigurationError: For another schedule, or numbers that are too small.
 
     >>> [task.microbatch for task in plan_schedule("gpipe", 2, 2).tasks[1]]
     [0, 1, 0, 1]

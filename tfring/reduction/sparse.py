@@ -39,21 +39,21 @@ class SparseOptions:
     """Options of reducing sparse gradients (`tf.IndexedSlices`, as embeddings produce).
 
     Attributes:
-      batch_size: the most examples a worker sees in a step; the global batch size is always enough. Where it is
+      batch_size: The most examples a worker sees in a step; the global batch size is always enough. Where it is
         given a gradient has at most `batch_size * ids_per_example` different ids, else there is an error. The ring
         sends the rows of the step, each id once. `communication="tensorflow"` pads them to that number, never more
         than the table has; where it is not given, to the longest gradient of any rank, rounded up to a power of two.
-      ids_per_example: the most lookups one example makes in one table. Default 1.
+      ids_per_example: The most lookups one example makes in one table. Default 1.
       dense: "auto" makes the gradient of a table of at most 64 KiB dense; and, where `batch_size` is given, that of
         any table for which gathering this number of rows would move more bytes than all-reducing the table. The rows a
         rank happens to have never decide: they differ from rank to rank. "never" and "always" do what they say, for
         the gradients that optimizers take; IndexedSlices handed to `tf.distribute` stay what they are. Default "auto".
-      reduction: which way rows go on the ring: all ranks' to all ranks ("gather"), or to the rank that adds up the rows
+      reduction: Which way rows go on the ring: all ranks' to all ranks ("gather"), or to the rank that adds up the rows
         of an id, and the sums to all ("owner"). "auto" takes what moves fewer bytes by the counts of the step before;
         see `tfring.Communicator.all_reduce_rows`. The result is the same bits. Default "auto".
 
     Raises:
-      ValueError: for sizes that are no whole numbers, 1 or more, another `dense` or `reduction`.
+      ValueError: For sizes that are no whole numbers, 1 or more, another `dense` or `reduction`.
 
     >>> SparseOptions(batch_size=1024, ids_per_example=3).capacity(num_table_rows=50_000)
     3072
@@ -162,18 +162,18 @@ def reduce_sparse(
     """Sums sparse gradients over all ranks, in one collective.
 
     Args:
-      collectives: the engine.
-      gradients: one worker's IndexedSlices; ids may repeat, and their number may differ from rank to rank.
-      variable_names: the variable of each gradient, for errors.
-      options: see `SparseOptions`.
-      name: what they are, for errors and traces.
+      collectives: The engine.
+      gradients: One worker's IndexedSlices; ids may repeat, and their number may differ from rank to rank.
+      variable_names: The variable of each gradient, for errors.
+      options: See `SparseOptions`.
+      name: What they are, for errors and traces.
       active: bool scalar; where False this rank contributes no row.
 
     Returns:
       For each gradient IndexedSlices with each id once.
 
     Raises:
-      tf.errors.InvalidArgumentError: where a gradient has more rows than `options` allow.
+      tf.errors.InvalidArgumentError: Where a gradient has more rows than `options` allow.
     """
     if not gradients:
         return []

@@ -27,13 +27,13 @@ class LayerCost:
     """The cost of one call of a layer, for a microbatch.
 
     Attributes:
-      name: of the layer.
-      seconds: of its forward and backward pass.
-      weight_bytes: of its weights, their gradients and their slots. Default 0.
-      activation_bytes: what it keeps from a forward pass for the backward pass. Default 0.
-      crossing_bytes: of the tensors made before it that are used by it or after it: what a stage that begins with it
+      name: Of the layer.
+      seconds: Of its forward and backward pass.
+      weight_bytes: Of its weights, their gradients and their slots. Default 0.
+      activation_bytes: What it keeps from a forward pass for the backward pass. Default 0.
+      crossing_bytes: Of the tensors made before it that are used by it or after it: what a stage that begins with it
         receives. Default 0.
-      may_begin: whether a stage may begin with it. Default True.
+      may_begin: Whether a stage may begin with it. Default True.
     """
 
     name: str
@@ -49,11 +49,11 @@ class PlannedStage:
     """One stage of a plan.
 
     Attributes:
-      layers: their names, in order.
-      forward_seconds: of a microbatch.
-      backward_seconds: of a microbatch, with the forward pass where it is computed again.
-      bytes_a_worker: of its weights, gradients, slots, and what it keeps of microbatches at most.
-      crossing_bytes: of what comes into it of a microbatch; as many go back in the backward pass.
+      layers: Their names, in order.
+      forward_seconds: Of a microbatch.
+      backward_seconds: Of a microbatch, with the forward pass where it is computed again.
+      bytes_a_worker: Of its weights, gradients, slots, and what it keeps of microbatches at most.
+      crossing_bytes: Of what comes into it of a microbatch; as many go back in the backward pass.
     """
 
     layers: tuple[str, ...]
@@ -73,8 +73,8 @@ class StagePlan:
     """The stages of a pipeline; `str(plan)` is a table of them.
 
     Attributes:
-      stages: in order.
-      schedule: in which order they compute microbatches.
+      stages: In order.
+      schedule: In which order they compute microbatches.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -138,21 +138,21 @@ def plan_stages(
     of one microbatch what its layers keep. The rows of the batch, and what TensorFlow takes, are not counted.
 
     Args:
-      layers: in the order of the model; `tfring.parallel.measure_layers` gives those of a model.
-      num_stages: at least 1.
-      num_microbatches: as of `tfring.parallel.Pipeline`. Default 8.
-      schedule: as of `tfring.parallel.Pipeline`. Default "1f1b".
-      recompute: as of `tfring.parallel.Pipeline`: all stages but the last compute the forward pass twice, and so get
+      layers: In the order of the model; `tfring.parallel.measure_layers` gives those of a model.
+      num_stages: At least 1.
+      num_microbatches: As of `tfring.parallel.Pipeline`. Default 8.
+      schedule: As of `tfring.parallel.Pipeline`. Default "1f1b".
+      recompute: As of `tfring.parallel.Pipeline`: all stages but the last compute the forward pass twice, and so get
         fewer layers. Default False.
-      memory_bytes: what a worker has. Default: enough.
-      slack: how much longer than the least possible, as a share of it, the slowest stage may take where fewer bytes
+      memory_bytes: What a worker has. Default: enough.
+      slack: How much longer than the least possible, as a share of it, the slowest stage may take where fewer bytes
         then cross from stage to stage. Default 0.05, about what measured times are apart by chance.
 
     Returns:
       A `StagePlan`, for `tfring.parallel.Pipeline(model, plan.begins, ...)`.
 
     Raises:
-      ConfigurationError: for more stages than the layers can begin; where no plan fits into `memory_bytes`; for a
+      ConfigurationError: For more stages than the layers can begin; where no plan fits into `memory_bytes`; for a
         negative `slack`.
 
     >>> milliseconds = {"a": 2, "b": 3, "c": 2, "d": 4, "e": 1, "f": 2}
@@ -258,11 +258,11 @@ def _least(cost: Callable, nothing: tuple, num_stages: int, places: Sequence[int
     """Returns the division with the least cost, and of those the one whose stages begin first.
 
     Args:
-      cost: of `(cost of the stages before, number of the stage, where it begins, where it ends)`; a greater cost of the
+      cost: Of `(cost of the stages before, number of the stage, where it begins, where it ends)`; a greater cost of the
         stages before makes none less.
-      nothing: the cost of no stage.
-      num_stages: how many.
-      places: where stages may begin or end, in order: the first begins at the first place, the last ends at the last.
+      nothing: The cost of no stage.
+      num_stages: How many.
+      places: Where stages may begin or end, in order: the first begins at the first place, the last ends at the last.
 
     Returns:
       Its cost, and where its stages begin.

@@ -36,12 +36,12 @@ class PlannedTable:
     """One table of a plan.
 
     Attributes:
-      name: of the table.
-      rows: how many it has.
-      width: how many columns.
+      name: Of the table.
+      rows: How many it has.
+      width: How many columns.
       kind: "replicated", whole at each worker; "rows" or "columns", divided by those; or "whole", at one worker.
-      bytes_a_worker: of its values and their slots, at the worker that has most.
-      owner: the rank that has a whole table; else None.
+      bytes_a_worker: Of its values and their slots, at the worker that has most.
+      owner: The rank that has a whole table; else None.
     """
 
     name: str
@@ -57,11 +57,11 @@ class TablePlan:
     """The placement of each table; `str(plan)` is a table of it.
 
     Attributes:
-      world_size: how many workers it is computed for.
-      tables: in the order they were given.
+      world_size: How many workers it is computed for.
+      tables: In the order they were given.
 
     Raises:
-      ConfigurationError: for a whole table without an owner, and an owner of another.
+      ConfigurationError: For a whole table without an owner, and an owner of another.
     """
 
     world_size: int
@@ -138,22 +138,22 @@ def plan_tables(
     largest first: whole ones, then replicated ones, then those by columns.
 
     Args:
-      tables: by name `(rows, width)`.
-      world_size: how many workers.
-      kinds: which are allowed, of "replicated", "rows", "whole" and "columns", and always "rows". Default: "replicated"
+      tables: By name `(rows, width)`.
+      world_size: How many workers.
+      kinds: Which are allowed, of "replicated", "rows", "whole" and "columns", and always "rows". Default: "replicated"
         and "rows".
-      slots: how many values the optimizer keeps for each of a table's: 0 for SGD, 1 for Adagrad, 2 for Adam.
-      lookups: by name, how many ids of a table each worker looks up in a step. Default: unknown, and small tables alone
+      slots: How many values the optimizer keeps for each of a table's: 0 for SGD, 1 for Adagrad, 2 for Adam.
+      lookups: By name, how many ids of a table each worker looks up in a step. Default: unknown, and small tables alone
         are replicated; the plan of default `kinds` then is the same for any number of workers that have the memory.
-      small_bytes: default 65,536.
-      memory_bytes: what a worker has for tables and slots. Default: enough.
-      itemsize: bytes of a value. Default 4.
+      small_bytes: Default 65,536.
+      memory_bytes: What a worker has for tables and slots. Default: enough.
+      itemsize: Bytes of a value. Default 4.
 
     Returns:
       A `TablePlan`, for `tfring.layers.DistributedEmbedding(..., plan=plan)`.
 
     Raises:
-      ConfigurationError: for other kinds; for no workers; for lookups of an unknown table; where all rows divided do
+      ConfigurationError: For other kinds; for no workers; for lookups of an unknown table; where all rows divided do
         not fit into `memory_bytes`.
 
     >>> print(plan_tables({"items": (1_000_000, 32), "colours": (12, 32)}, 4))
@@ -239,9 +239,9 @@ def deal(costs: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, int
     """Deals things to workers: the largest first, each to the worker with the least of what it costs.
 
     Args:
-      costs: by name, one or several costs of each thing, such as bytes and lookups, which are compared as shares of
+      costs: By name, one or several costs of each thing, such as bytes and lookups, which are compared as shares of
         their totals. The largest thing is that with the largest share of any.
-      world_size: how many workers.
+      world_size: How many workers.
 
     >>> deal({"a": (5, 0), "b": (3, 0), "c": (2, 0), "d": (1, 5)}, 2)
     {'d': 0, 'a': 1, 'b': 0, 'c': 0}

@@ -92,7 +92,7 @@ def read(folder: pathlib.Path) -> Run:
     """All ranks' files of a folder.
 
     Raises:
-        ReportError: There are none, one cannot be read, or they are of different runs.
+      ReportError: There are none, one cannot be read, or they are of different runs.
     """
     found = sorted(
         (match[1], int(match[2]), path)

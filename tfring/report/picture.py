@@ -24,7 +24,7 @@ def draw(run: Run, file: str) -> None:
     """Some steps from the middle of the longest loop.
 
     Raises:
-        ReportError: There are no steps, or matplotlib is missing.
+      ReportError: There are no steps, or matplotlib is missing.
     """
     try:
         import matplotlib

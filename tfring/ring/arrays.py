@@ -36,18 +36,18 @@ def run(
     """Calls a collective whose results are of a size that is known before.
 
     Args:
-        communicator: A `tfring.ring.communicator.Communicator`.
-        kind: The collective, one of `library.kinds()`.
-        value: An array, or a list of arrays.
-        make: Returns the memory for the result of an array.
-        out: Takes the results instead.
-        op: "sum", "max", "min" or "product".
-        root: A rank.
-        compression: See `Communicator.all_reduce`.
-        name: What to call it in errors. Default: the kind.
+      communicator: A `tfring.ring.communicator.Communicator`.
+      kind: The collective, one of `library.kinds()`.
+      value: An array, or a list of arrays.
+      make: Returns the memory for the result of an array.
+      out: Takes the results instead.
+      op: "sum", "max", "min" or "product".
+      root: A rank.
+      compression: See `Communicator.all_reduce`.
+      name: What to call it in errors. Default: the kind.
 
     Returns:
-        An array, or a list of arrays, as `value`.
+      An array, or a list of arrays, as `value`.
     """
     many, values = _as_list(value)
     results = [make(each) for each in values] if out is None else _outputs(out, values, many)
@@ -69,17 +69,17 @@ def exchange(
     """Calls a collective whose numbers of rows are learned on the way.
 
     Args:
-        communicator: A `tfring.ring.communicator.Communicator`.
-        kind: The collective, one of `library.kinds()`.
-        value: `[rows, ...]`, or a list of such arrays.
-        counts: As of `Communicator.all_to_all`.
-        splits: Each rank gets some of the rows, by `counts`, not all of them.
-        root: A rank.
-        name: What to call it in errors. Default: the kind.
+      communicator: A `tfring.ring.communicator.Communicator`.
+      kind: The collective, one of `library.kinds()`.
+      value: `[rows, ...]`, or a list of such arrays.
+      counts: As of `Communicator.all_to_all`.
+      splits: Each rank gets some of the rows, by `counts`, not all of them.
+      root: A rank.
+      name: What to call it in errors. Default: the kind.
 
     Returns:
-        The rows that come to this rank, an array or a list as `value`; and int64 `[tensors, world_size]`, how many
-        come from each rank.
+      The rows that come to this rank, an array or a list as `value`; and int64 `[tensors, world_size]`, how many
+      come from each rank.
     """
     many, values = _as_list(value)
     numbers = _counts(communicator, values, counts, many) if splits else None
@@ -93,7 +93,7 @@ class PlannedAllReduce:
     """An `all_reduce` whose arguments are checked once, and which is called many times.
 
     Raises:
-        ValueError: An array that a call could not read where it is.
+      ValueError: An array that a call could not read where it is.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ def distance(communicator: Communicator | None, rounds: int = ROUNDS, clock: Cal
     Two processes of one kernel read one clock: where the measurement does not deny it, the offset is 0.
 
     Args:
-        communicator: A `tfring.Communicator`, or None for a process alone.
-        rounds: How many gathers, of some ten microseconds each on one host; one more is made.
-        clock: What to read, nanoseconds.
+      communicator: A `tfring.Communicator`, or None for a process alone.
+      rounds: How many gathers, of some ten microseconds each on one host; one more is made.
+      clock: What to read, nanoseconds.
 
     >>> distance(None).offset
     0
@@ -81,8 +81,8 @@ def distance_by_asking(ask: Callable[[], tuple[int, int]], rounds: int = ROUNDS)
     """Measures the offset of this process's clock from that of another, which answers; no collective.
 
     Args:
-        ask: Returns the other's `now()` and `kernel()`, read between the call and its end.
-        rounds: How often it is asked.
+      ask: Returns the other's `now()` and `kernel()`, read between the call and its end.
+      rounds: How often it is asked.
 
     >>> distance_by_asking(lambda: (now(), kernel())).offset
     0

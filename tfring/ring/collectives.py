@@ -34,12 +34,12 @@ def sum_duplicates(
     """Sums the rows of equal ids, by TensorFlow's operations.
 
     Args:
-        values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
-        indices: `[num_rows]`, int32 or int64.
-        active: bool scalar; where False no row is left.
+      values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
+      indices: `[num_rows]`, int32 or int64.
+      active: bool scalar; where False no row is left.
 
     Returns:
-        `(values, indices)` with each id once, in the order of first occurrence.
+      `(values, indices)` with each id once, in the order of first occurrence.
 
     >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -149,14 +149,14 @@ class Collectives(abc.ABC):
         """Sends some rows of every rank to every rank.
 
         Args:
-            tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
-            counts: Integers `[world_size]`, how many go to each rank; for a list, a list of such. Default: as
-                `reduce_scatter`.
-            name: What is sent, for errors.
+          tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
+          counts: Integers `[world_size]`, how many go to each rank; for a list, a list of such. Default: as
+            `reduce_scatter`.
+          name: What is sent, for errors.
 
         Returns:
-            The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a
-            list, two lists.
+          The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a
+          list, two lists.
         """
         return self._run("all_to_all", tensor, counts, name=name)
 
@@ -175,14 +175,14 @@ class Collectives(abc.ABC):
         """Returns an engine over some of the ranks, all of which call this alike.
 
         Raises:
-            ConfigurationError: The engine has no groups.
+          ConfigurationError: The engine has no groups.
         """
 
     def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Tensor:
         """Sends to one rank, which calls `receive` with this name. Returns a receipt, float32 0.
 
         Raises:
-            ConfigurationError: The engine passes nothing between two ranks.
+          ConfigurationError: The engine passes nothing between two ranks.
         """
         return self._run("send", tensor, to, name=name)
 
@@ -192,7 +192,7 @@ class Collectives(abc.ABC):
         """Receives the tensor that rank `source` sends; see `tfring.ring.ops.receive`.
 
         Raises:
-            ConfigurationError: The engine passes nothing between two ranks.
+          ConfigurationError: The engine passes nothing between two ranks.
         """
         return self._run("receive", source, dtype, shape, anchor=anchor, name=name)
 

@@ -43,11 +43,11 @@ class Communicator:
     they return TensorFlow tensors, and work inside `tf.function` (see `tfring.ring.ops`).
 
     Attributes:
-        rank: This process, from 0 to `world_size - 1`.
-        world_size: Number of processes in the ring.
-        name: Tells apart rings of the same processes.
-        ranks: The ranks of a group, as the communicator it comes from at first counts them.
-        handle: The number by which native ops know this communicator.
+      rank: This process, from 0 to `world_size - 1`.
+      world_size: Number of processes in the ring.
+      name: Tells apart rings of the same processes.
+      ranks: The ranks of a group, as the communicator it comes from at first counts them.
+      handle: The number by which native ops know this communicator.
 
     Example:
         >>> from tfring.cluster.cluster import Cluster
@@ -117,23 +117,23 @@ class Communicator:
         """Joins the ring of this name; returns when all ranks have.
 
         Args:
-            cluster: A `tfring.cluster.Cluster`; `rank`, `world_size`, `addresses` and `listen_fd` do.
-            name: The same on all ranks. Processes may form several rings, one after the other or at once.
-            transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm".
-                Default: `TFRING_TRANSPORT`, else "auto".
-            timeout_seconds: How long a collective waits for a rank that is alive, but busy elsewhere. Default:
-                `TFRING_TIMEOUT_SECONDS`, else 600. One that gives no sign of life is lost after
-                `TFRING_LOST_SECONDS`, else 15; one that died, at once.
-            connect_timeout_seconds: How long to wait for all ranks. Default:
-                `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
-            stall_warning_seconds: After how long a wait for a rank that is alive is warned of. Default:
-                `TFRING_STALL_WARNING_SECONDS`, else 30.
-            beside: A ring of the same processes: when it breaks, this one cannot form.
+          cluster: A `tfring.cluster.Cluster`; `rank`, `world_size`, `addresses` and `listen_fd` do.
+          name: The same on all ranks. Processes may form several rings, one after the other or at once.
+          transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm".
+            Default: `TFRING_TRANSPORT`, else "auto".
+          timeout_seconds: How long a collective waits for a rank that is alive, but busy elsewhere. Default:
+            `TFRING_TIMEOUT_SECONDS`, else 600. One that gives no sign of life is lost after
+            `TFRING_LOST_SECONDS`, else 15; one that died, at once.
+          connect_timeout_seconds: How long to wait for all ranks. Default:
+            `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
+          stall_warning_seconds: After how long a wait for a rank that is alive is warned of. Default:
+            `TFRING_STALL_WARNING_SECONDS`, else 30.
+          beside: A ring of the same processes: when it breaks, this one cannot form.
 
         Raises:
-            RendezvousError: Ranks did not answer in time; names them. At once where one that was connected has gone.
-            NativeLibraryError: The compiled ring cannot be used.
-            ConfigurationError: An argument or a `TFRING_*` variable is not legal.
+          RendezvousError: Ranks did not answer in time; names them. At once where one that was connected has gone.
+          NativeLibraryError: The compiled ring cannot be used.
+          ConfigurationError: An argument or a `TFRING_*` variable is not legal.
         """
         core = library.core()
         transport = config.read("TFRING_TRANSPORT") if transport is None else transport
@@ -205,11 +205,11 @@ class Communicator:
         same time is a communicator of its own (`connect`).
 
         Args:
-            ranks: Of this communicator; in the group they count from 0 in this order.
-            name: The same on all of them; tells groups of the same ranks apart.
+          ranks: Of this communicator; in the group they count from 0 in this order.
+          name: The same on all of them; tells groups of the same ranks apart.
 
         Returns:
-            The group. A process that is not in it cannot call its collectives; its `rank` is -1.
+          The group. A process that is not in it cannot call its collectives; its `rank` is -1.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -237,12 +237,12 @@ class Communicator:
         """Divides the ranks into groups; a collective, as MPI_Comm_split.
 
         Args:
-            color: Ranks of the same number form a group; None for none.
-            key: Their order in it; where keys are equal, that of their ranks.
-            name: Of the groups.
+          color: Ranks of the same number form a group; None for none.
+          key: Their order in it; where keys are equal, that of their ranks.
+          name: Of the groups.
 
         Returns:
-            The group of this rank, or None without a color.
+          The group of this rank, or None without a color.
         """
         mine = np.array([[color is not None, 0 if color is None else color, key]], np.int64)
         all_of_them = self.all_gather(mine, name=name).tolist()
@@ -265,26 +265,26 @@ class Communicator:
         """Reduces values element-wise over all ranks; the result is bitwise the same on every rank.
 
         Args:
-            value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
-                dtype. bool has max (any) and min (all) only, complex numbers have sum and product. Integers
-                wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
-                rank after the first (small arrays once in all). NaN wins over any number.
-            op: "sum", "max", "min" or "product".
-            out: NumPy arrays to write to, as `numpy.add` takes them: `value` itself, or of its shape and dtype. With
-                large arrays half the time is the kernel's, which clears new memory. Default: new arrays.
-            compression: "bfloat16" or "float16": what float32 travels as, in half the bytes. Sums are made in float32
-                of contributions each rounded once, and are rounded once themselves: the result is within u * (|sum| +
-                sum of all |contributions|) of the exact one, where u is 2**-8 for bfloat16 and 2**-11 for float16
-                (whose largest number is 65504, and whose smallest steps are of 6e-8). What is small (64 kB in all
-                ranks) travels as it is. Default: None, float32.
-            name: What to call it in errors; the same on all ranks. Default: "all_reduce".
+          value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
+            dtype. bool has max (any) and min (all) only, complex numbers have sum and product. Integers
+            wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
+            rank after the first (small arrays once in all). NaN wins over any number.
+          op: "sum", "max", "min" or "product".
+          out: NumPy arrays to write to, as `numpy.add` takes them: `value` itself, or of its shape and dtype. With
+            large arrays half the time is the kernel's, which clears new memory. Default: new arrays.
+          compression: "bfloat16" or "float16": what float32 travels as, in half the bytes. Sums are made in float32
+            of contributions each rounded once, and are rounded once themselves: the result is within u * (|sum| +
+            sum of all |contributions|) of the exact one, where u is 2**-8 for bfloat16 and 2**-11 for float16
+            (whose largest number is 65504, and whose smallest steps are of 6e-8). What is small (64 kB in all
+            ranks) travels as it is. Default: None, float32.
+          name: What to call it in errors; the same on all ranks. Default: "all_reduce".
 
         Returns:
-            As `value`; `out` where it is given.
+          As `value`; `out` where it is given.
 
         Raises:
-            MismatchError, PeerLostError, CollectiveTimeoutError: See there.
-            ValueError: This call cannot be, such as `out` of another shape; nothing was sent.
+          MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+          ValueError: This call cannot be, such as `out` of another shape; nothing was sent.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -312,17 +312,17 @@ class Communicator:
         the same arguments take part in the same collective.
 
         Args:
-            value: As of `all_reduce`; NumPy arrays alone, which each call reads where they are.
-            op: As of `all_reduce`.
-            out: As of `all_reduce`. Default: new arrays, the same for each call.
-            compression: As of `all_reduce`.
-            name: As of `all_reduce`.
+          value: As of `all_reduce`; NumPy arrays alone, which each call reads where they are.
+          op: As of `all_reduce`.
+          out: As of `all_reduce`. Default: new arrays, the same for each call.
+          compression: As of `all_reduce`.
+          name: As of `all_reduce`.
 
         Returns:
-            A function without arguments that returns `out`, and raises what `all_reduce` does.
+          A function without arguments that returns `out`, and raises what `all_reduce` does.
 
         Raises:
-            ValueError: Arguments that `all_reduce` does not take, or arrays that a call could not read where they are.
+          ValueError: Arguments that `all_reduce` does not take, or arrays that a call could not read where they are.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -349,14 +349,14 @@ class Communicator:
         """Reduces as `all_reduce` and returns this rank's share of the rows.
 
         Args:
-            value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
-                rows, world_size)` says who gets which rows; where `world_size` does not divide them, the first
-                ranks get one more.
-            op: "sum", "max", "min" or "product".
-            name: What to call it in errors. Default: "reduce_scatter".
+          value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
+            rows, world_size)` says who gets which rows; where `world_size` does not divide them, the first
+            ranks get one more.
+          op: "sum", "max", "min" or "product".
+          name: What to call it in errors. Default: "reduce_scatter".
 
         Returns:
-            `[rows of this rank, ...]`.
+          `[rows of this rank, ...]`.
         """
         if is_tensorflow(value):
             return _ops().reduce_scatter(self, value, op, name=name or "reduce_scatter")
@@ -371,9 +371,9 @@ class Communicator:
         """Sends the root's value to all ranks.
 
         Args:
-            value: Of the same shape and dtype on all ranks; only the root's content counts.
-            root: The rank whose value it is.
-            name: What to call it in errors. Default: "broadcast".
+          value: Of the same shape and dtype on all ranks; only the root's content counts.
+          root: The rank whose value it is.
+          name: What to call it in errors. Default: "broadcast".
         """
         if is_tensorflow(value):
             return _ops().broadcast(self, value, root, name=name or "broadcast")
@@ -387,12 +387,12 @@ class Communicator:
         """Concatenates the rows of all ranks, in rank order.
 
         Args:
-            value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
-                dimensions not. Or a list of such.
-            name: What to call it in errors. Default: "all_gather".
+          value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
+            dimensions not. Or a list of such.
+          name: What to call it in errors. Default: "all_gather".
 
         Returns:
-            `[rows of rank 0 + rows of rank 1 + ..., ...]`.
+          `[rows of rank 0 + rows of rank 1 + ..., ...]`.
         """
         if is_tensorflow(value):
             return _ops().all_gather(self, value, name=name or "all_gather")
@@ -409,14 +409,14 @@ class Communicator:
         """Sends some of the root's rows to each rank.
 
         Args:
-            value: `[rows, ...]` on the root; on the others any number of rows, which do not matter, of the same dtype
-                and other dimensions.
-            counts: How many of the root's rows go to each rank, in rank order. Default: as `reduce_scatter`.
-            root: Whose rows they are.
-            name: What to call it in errors. Default: "scatter".
+          value: `[rows, ...]` on the root; on the others any number of rows, which do not matter, of the same dtype
+            and other dimensions.
+          counts: How many of the root's rows go to each rank, in rank order. Default: as `reduce_scatter`.
+          root: Whose rows they are.
+          name: What to call it in errors. Default: "scatter".
 
         Returns:
-            `[rows for this rank, ...]`.
+          `[rows for this rank, ...]`.
         """
         self._ensure_links_for_root(root)
         if is_tensorflow(value):
@@ -428,15 +428,15 @@ class Communicator:
         """Sends some rows of every rank to every rank.
 
         Args:
-            value: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such. The
-                number of rows may differ, dtype and the other dimensions not.
-            counts: `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default: as
-                `reduce_scatter`.
-            name: What to call it in errors. Default: "all_to_all".
+          value: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such. The
+            number of rows may differ, dtype and the other dimensions not.
+          counts: `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default: as
+            `reduce_scatter`.
+          name: What to call it in errors. Default: "all_to_all".
 
         Returns:
-            The rows for this rank, those of rank 0 first, and `[world_size]` how many come from each; for a list, two
-            lists.
+          The rows for this rank, those of rank 0 first, and `[world_size]` how many come from each; for a list, two
+          lists.
         """
         self._ensure_links(range(self.world_size))
         if is_tensorflow(value):
@@ -455,20 +455,20 @@ class Communicator:
         of nothing else.
 
         Args:
-            values: `[rows, ...]`, any dtype that has a sum; the number of rows may differ from rank to rank. float16
-                and bfloat16 are added in float32 and rounded twice: on the rank, and where all are added. Or a list of
-                such, which go as one.
-            indices: `[rows]`, int32 or int64, any ids; or a list.
-            reduction: "gather", "owner", or "auto": what moved fewer bytes the last time under this name, a second
-                delay being worth 64 KiB a rank; at first, "gather". With two ranks "owner" never moves fewer.
-            name: What to call it in errors; the same on all ranks. Default: "all_reduce_rows".
+          values: `[rows, ...]`, any dtype that has a sum; the number of rows may differ from rank to rank. float16
+            and bfloat16 are added in float32 and rounded twice: on the rank, and where all are added. Or a list of
+            such, which go as one.
+          indices: `[rows]`, int32 or int64, any ids; or a list.
+          reduction: "gather", "owner", or "auto": what moved fewer bytes the last time under this name, a second
+            delay being worth 64 KiB a rank; at first, "gather". With two ranks "owner" never moves fewer.
+          name: What to call it in errors; the same on all ranks. Default: "all_reduce_rows".
 
         Returns:
-            `(values, indices)` with every id that any rank has, once; or a list of such pairs.
+          `(values, indices)` with every id that any rank has, once; or a list of such pairs.
 
         Raises:
-            MismatchError, PeerLostError, CollectiveTimeoutError: See there.
-            ValueError: Ids that are no int32 or int64, or not one for each row; nothing was sent.
+          MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+          ValueError: Ids that are no int32 or int64, or not one for each row; nothing was sent.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -498,13 +498,13 @@ class Communicator:
         """Receives an array from rank `source`; for tensors of TensorFlow see `tfring.ring.ops.receive`.
 
         Args:
-            source: The rank that calls `send`.
-            dtype: Of what it sends.
-            shape: What it should be; None for any, as is None for one of its dimensions.
-            name: As of the `send`. Default: "send".
+          source: The rank that calls `send`.
+          dtype: Of what it sends.
+          shape: What it should be; None for any, as is None for one of its dimensions.
+          name: As of the `send`. Default: "send".
 
         Raises:
-            MismatchError: Name, dtype or shape differ.
+          MismatchError: Name, dtype or shape differ.
         """
         self._ensure_links([source])
         return arrays.receive(self, source, dtype, shape, name=name or "send")
@@ -513,9 +513,9 @@ class Communicator:
         """Returns counters of this communicator since it was connected.
 
         Returns:
-            `bytes_sent`, `bytes_received`, `seconds_waited` (for other ranks, in collectives),
-            `scratch_bytes` (held in addition to the caller's arrays) and `collectives`, the number of calls of each
-            kind.
+          `bytes_sent`, `bytes_received`, `seconds_waited` (for other ranks, in collectives),
+          `scratch_bytes` (held in addition to the caller's arrays) and `collectives`, the number of calls of each
+          kind.
         """
         statistics = library.Statistics()
         if self._core.tfring_get_statistics(self.handle, statistics):

@@ -23,10 +23,10 @@ def is_wanted(key: bytes) -> bool:
     """Returns whether connections are to be encrypted.
 
     Args:
-        key: The secret of the job, or nothing.
+      key: The secret of the job, or nothing.
 
     Raises:
-        ConfigurationError: They are, and cannot be.
+      ConfigurationError: They are, and cannot be.
     """
     if not config.read("TFRING_ENCRYPT"):
         return False
@@ -48,17 +48,17 @@ def encrypt(connection: socket.socket, key: bytes, session: str, *, accepts: boo
     """Encrypts a connection, over which nothing was sent yet, once the other side calls this, too.
 
     Args:
-        connection: For data; it does not block from here on.
-        key: The secret of the job.
-        session: The name of the link, which both ranks know and no other link has.
-        accepts: True on one of both sides.
-        seconds: How long the other side may take.
+      connection: For data; it does not block from here on.
+      key: The secret of the job.
+      session: The name of the link, which both ranks know and no other link has.
+      accepts: True on one of both sides.
+      seconds: How long the other side may take.
 
     Returns:
-        A handle for `tfring_link` of native/core.h; `tfring_tls_close` releases it.
+      A handle for `tfring_link` of native/core.h; `tfring_tls_close` releases it.
 
     Raises:
-        ConnectionError: The other side has another key, or another program is there.
+      ConnectionError: The other side has another key, or another program is there.
     """
     of_link = hmac.digest(key, b"tfring tls " + session.encode(), "sha256")
     error = library.Error()

@@ -23,11 +23,11 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
     error of the program passes, which the other ranks learn of.
 
     Args:
-        channels: The rings of a strategy.
-        mesh: Its mesh: where ranks have parts of a model, the error tells which, of those it names.
+      channels: The rings of a strategy.
+      mesh: Its mesh: where ranks have parts of a model, the error tells which, of those it names.
 
     Raises:
-        MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+      MismatchError, PeerLostError, CollectiveTimeoutError: See there.
     """
     try:
         with _told_to_others(channels):

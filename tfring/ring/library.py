@@ -225,7 +225,7 @@ def core() -> ctypes.CDLL:
     """Returns the loaded core.
 
     Raises:
-        NativeLibraryError: It is not there, cannot be loaded, or belongs to another tfring.
+      NativeLibraryError: It is not there, cannot be loaded, or belongs to another tfring.
     """
     if not CORE.exists():
         raise errors.NativeLibraryError(

@@ -78,7 +78,7 @@ class Link:
         """Raises if the peer has given up.
 
         Raises:
-            RendezvousError: With its reason.
+          RendezvousError: With its reason.
         """
         try:
             frame = self.control.recv(_CONTROL_FRAME.size, _PEEK)
@@ -98,7 +98,7 @@ def data_connection() -> tuple[socket.socket, socket.socket]:
     """Two ends of a TCP connection within this host, of which one is to be handed over.
 
     Raises:
-        OSError: The system gives none.
+      OSError: The system gives none.
     """
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
         one = socket.create_connection(listener.getsockname(), _CONNECT_SECONDS)
@@ -121,7 +121,7 @@ def adopt_data_connection(fds: list[int]) -> socket.socket:
     """The end that was handed over, which leaves the list.
 
     Raises:
-        WireError: It is something else.
+      WireError: It is something else.
     """
     if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
         raise wire.WireError("no connection for the data")

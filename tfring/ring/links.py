@@ -40,7 +40,7 @@ class Links:
     """The links of one rank in one ring.
 
     Attributes:
-        transports: Of each rank with a link, "shm" or "tcp".
+      transports: Of each rank with a link, "shm" or "tcp".
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Links:
         """Adds a link to each of these ranks that has none.
 
         Raises:
-            PeerLostError: A rank has left the ring.
-            RendezvousError: A rank cannot be linked; what broke the ring, where that is why.
+          PeerLostError: A rank has left the ring.
+          RendezvousError: A rank cannot be linked; what broke the ring, where that is why.
         """
         if ranks <= self.transports.keys():
             return

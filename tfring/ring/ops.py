@@ -52,17 +52,17 @@ def all_reduce(
     Differentiable for "sum": the gradient is summed over the ranks as well.
 
     Args:
-        communicator: A `tfring.ring.communicator.Communicator`.
-        tensors: A tensor, or a list of tensors of one dtype, of the same shapes on all ranks.
-        op: "sum", "max", "min" or "product".
-        name: What to call the collective in errors; the same on all ranks.
-        active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
-            included).
-        compression: "bfloat16" or "float16": what float32 travels as; see `Communicator.all_reduce`. The gradient
-            travels alike.
+      communicator: A `tfring.ring.communicator.Communicator`.
+      tensors: A tensor, or a list of tensors of one dtype, of the same shapes on all ranks.
+      op: "sum", "max", "min" or "product".
+      name: What to call the collective in errors; the same on all ranks.
+      active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
+        included).
+      compression: "bfloat16" or "float16": what float32 travels as; see `Communicator.all_reduce`. The gradient
+        travels alike.
 
     Returns:
-        A tensor, or a list of tensors.
+      A tensor, or a list of tensors.
 
     Example:
         >>> import tensorflow as tf
@@ -104,12 +104,12 @@ def all_gather(communicator: Any, tensor: Tensors, *, name: str = "all_gather") 
     Differentiable: a rank's gradient is the sum over all ranks of the gradient of its own rows.
 
     Args:
-        communicator: A `Communicator`.
-        tensor: `[rows, ...]`, or a list of such; the number of rows may differ from rank to rank.
-        name: What to call the collective in errors.
+      communicator: A `Communicator`.
+      tensor: `[rows, ...]`, or a list of such; the number of rows may differ from rank to rank.
+      name: What to call the collective in errors.
 
     Returns:
-        `[rows of all ranks, ...]`, the first dimension unknown while tracing; or a list.
+      `[rows of all ranks, ...]`, the first dimension unknown while tracing; or a list.
     """
     many, tensors = _as_list(tensor)
     if not tensors:
@@ -133,15 +133,15 @@ def all_reduce_rows(
     """Sums rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
 
     Args:
-        communicator: A `Communicator`.
-        values: `[rows, ...]`, or a list of such tensors, which are sent as one buffer.
-        indices: int32 or int64 `[rows]`, or a list.
-        name: What to call the collective in errors.
-        active: A bool scalar; where it is False this rank has no rows.
-        reduction: "auto", "gather" or "owner".
+      communicator: A `Communicator`.
+      values: `[rows, ...]`, or a list of such tensors, which are sent as one buffer.
+      indices: int32 or int64 `[rows]`, or a list.
+      name: What to call the collective in errors.
+      active: A bool scalar; where it is False this rank has no rows.
+      reduction: "auto", "gather" or "owner".
 
     Returns:
-        `(values, indices)`, or a list of such pairs.
+      `(values, indices)`, or a list of such pairs.
     """
     many, values = _as_list(values)
     _, indices = _as_list(indices)
@@ -161,7 +161,7 @@ def sum_rows(
     """As `all_reduce_rows` of lists; without a communicator, of this process alone.
 
     Returns:
-        Pairs of values and indices; and how many different ids of each this rank has, int64 `[len(values)]`.
+      Pairs of values and indices; and how many different ids of each this rank has, int64 `[len(values)]`.
     """
     if len(values) != len(indices):
         raise ValueError(f"`values` has {len(values)} tensors and `indices` {len(indices)}. Give the indices of each.")
@@ -189,11 +189,11 @@ def reduce_scatter(communicator: Any, tensor: Tensors, op: str = "sum", *, name:
     Differentiable for "sum": the gradient is gathered.
 
     Args:
-        communicator: A `Communicator`.
-        tensor: `[rows, ...]` of the same shape on all ranks, or a list of such of one dtype.
-            `schedule.chunk_bounds(rows, world_size)` says who gets which rows.
-        op: "sum", "max", "min" or "product".
-        name: What to call the collective in errors.
+      communicator: A `Communicator`.
+      tensor: `[rows, ...]` of the same shape on all ranks, or a list of such of one dtype.
+        `schedule.chunk_bounds(rows, world_size)` says who gets which rows.
+      op: "sum", "max", "min" or "product".
+      name: What to call the collective in errors.
     """
     many, tensors = _as_list(tensor)
     if not tensors:
@@ -228,15 +228,15 @@ def all_to_all(communicator: Any, tensor: Tensors, counts: Any = None, *, name: 
     Differentiable: the gradient goes the same way back.
 
     Args:
-        communicator: A `Communicator`.
-        tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
-        counts: Integers `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default:
-            as `reduce_scatter`.
-        name: What to call the collective in errors.
+      communicator: A `Communicator`.
+      tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
+      counts: Integers `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default:
+        as `reduce_scatter`.
+      name: What to call the collective in errors.
 
     Returns:
-        The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a list,
-        two lists.
+      The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a list,
+      two lists.
     """
     return _exchange(communicator, tensor, counts, "all_to_all", name)
 
@@ -248,7 +248,7 @@ def send(communicator: Any, tensor: tf.Tensor, to: int, *, name: str = "send") -
     the rank it was sent to, which sends it as the gradient of its `receive`.
 
     Returns:
-        A receipt: float32 scalar 0.
+      A receipt: float32 scalar 0.
 
     Example:
         Rank 0 has the first half of a model, rank 1 the second and the loss:
@@ -269,12 +269,12 @@ def receive(
     """Receives a tensor that rank `source` sends to this one.
 
     Args:
-        communicator: A `Communicator`.
-        source: The rank that calls `send`.
-        dtype: Of what it sends.
-        shape: What it should be; None for any, as is None for one of its dimensions.
-        anchor: A float32 scalar. Where a gradient tape watches it, the gradient of what is received is sent back.
-        name: As of the `send`.
+      communicator: A `Communicator`.
+      source: The rank that calls `send`.
+      dtype: Of what it sends.
+      shape: What it should be; None for any, as is None for one of its dimensions.
+      anchor: A float32 scalar. Where a gradient tape watches it, the gradient of what is received is sent back.
+      name: As of the `send`.
     """
     communicator._ensure_links([source])
     dtype = tf.as_dtype(dtype)
@@ -291,10 +291,10 @@ def broadcast(communicator: Any, tensors: Tensors, root: int = 0, *, name: str =
     Differentiable: the root's gradient is the sum over all ranks, the others' is zero.
 
     Args:
-        communicator: A `Communicator`.
-        tensors: A tensor, or a list of tensors, of the same shapes and dtypes on all ranks.
-        root: The rank whose values they are.
-        name: What to call the collective in errors.
+      communicator: A `Communicator`.
+      tensors: A tensor, or a list of tensors, of the same shapes and dtypes on all ranks.
+      root: The rank whose values they are.
+      name: What to call the collective in errors.
     """
     many, tensors = _as_list(tensors)
     if not tensors:
@@ -314,7 +314,7 @@ def mark(name: str, communicator: Any = None, after: Sequence[tf.Tensor] = ()) -
     With a communicator it comes between the collectives that stand around it; without, it is in no order with them.
 
     Returns:
-        What `tf.control_dependencies` takes.
+      What `tf.control_dependencies` takes.
     """
     token = _resource("marks") if communicator is None else _token(communicator)
     with tf.device("CPU:0"), tf.control_dependencies(list(after)):
@@ -357,17 +357,17 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars
     """Computes one update of Adam (Kingma and Ba 2015) in one pass over memory, in Keras' operations and order.
 
     Args:
-        weight: A variable of TensorFlow, float32 or float64, on a CPU.
-        momentum: Of its shape and dtype, as all that follow.
-        velocity: As `momentum`.
-        gradient: A tensor; or IndexedSlices with each id once, whose other rows are zero.
-        scalars: `[4]`, `alpha`, `1 - beta_1`, `1 - beta_2`, `epsilon`.
+      weight: A variable of TensorFlow, float32 or float64, on a CPU.
+      momentum: Of its shape and dtype, as all that follow.
+      velocity: As `momentum`.
+      gradient: A tensor; or IndexedSlices with each id once, whose other rows are zero.
+      scalars: `[4]`, `alpha`, `1 - beta_1`, `1 - beta_2`, `epsilon`.
 
     Returns:
-        The new momentum, velocity and weight, which are not assigned yet.
+      The new momentum, velocity and weight, which are not assigned yet.
 
     Raises:
-        tf.errors.InvalidArgumentError: If the shapes differ, or an id is there twice or is none of the weight's.
+      tf.errors.InvalidArgumentError: If the shapes differ, or an id is there twice or is none of the weight's.
 
     Example:
         >>> import tensorflow as tf
@@ -396,16 +396,16 @@ def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.T
     TensorFlow shares the memory of an array from its first aligned address on; the elements before are the head.
 
     Args:
-        head: `[h]`, the first elements of the array.
-        body: `[n - h]`, of the same dtype, the others.
-        like: `[0, ...]`, of the same dtype; a row of the array has the shape of one of its rows.
-        indices: int64 `[rows]`.
+      head: `[h]`, the first elements of the array.
+      body: `[n - h]`, of the same dtype, the others.
+      like: `[0, ...]`, of the same dtype; a row of the array has the shape of one of its rows.
+      indices: int64 `[rows]`.
 
     Returns:
-        `[rows, *like.shape[1:]]`.
+      `[rows, *like.shape[1:]]`.
 
     Raises:
-        InvalidArgumentError: If an index is below 0 or beyond the last row.
+      InvalidArgumentError: If an index is below 0 or beyond the last row.
 
     Example:
         >>> import tensorflow as tf
@@ -421,13 +421,13 @@ def index_records(path: str | bytes) -> Any:
     """Finds the records of a TFRecord file. The data are not read.
 
     Args:
-        path: Of the file, which is not compressed.
+      path: Of the file, which is not compressed.
 
     Returns:
-        An int64 array `[records, 3]`: where each record begins, the length of its data, their checksum.
+      An int64 array `[records, 3]`: where each record begins, the length of its data, their checksum.
 
     Raises:
-        OpError: If there is no such file, or it is no row of records.
+      OpError: If there is no such file, or it is no row of records.
 
     Example:
         >>> import tempfile, tensorflow as tf
@@ -446,15 +446,15 @@ def read_records(paths: tf.Tensor, sizes: tf.Tensor, places: tf.Tensor) -> tf.Te
     """Reads records of TFRecord files, and no other bytes of these.
 
     Args:
-        paths: string `[files]`.
-        sizes: int64 `[files]`, their bytes.
-        places: int64 `[n, 3]`, of each record the number of its file, where it begins, the length of its data.
+      paths: String `[files]`.
+      sizes: int64 `[files]`, their bytes.
+      places: int64 `[n, 3]`, of each record the number of its file, where it begins, the length of its data.
 
     Returns:
-        string `[n]`.
+      String `[n]`.
 
     Raises:
-        DataLossError: If a file has another size, or a checksum is not that of the length or the data.
+      DataLossError: If a file has another size, or a checksum is not that of the length or the data.
 
     Example:
         >>> import tempfile, tensorflow as tf
@@ -574,7 +574,7 @@ def _token(communicator: Any) -> tf.Tensor:
     functions on different Python threads there is no such order; the core finds out and fails, see calls.cc.)
 
     Raises:
-      ConfigurationError: in a graph of TensorFlow 1's kind.
+      ConfigurationError: In a graph of TensorFlow 1's kind.
     """
     if not tf.executing_eagerly():
         _refuse_graph_without_order(communicator)

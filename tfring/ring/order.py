@@ -52,7 +52,7 @@ class CallSlot:
     """Position of a collective, or of a function with collectives in its gradient, among those of one token.
 
     Attributes:
-        before: float32 scalar to take as an input.
+      before: float32 scalar to take as an input.
     """
 
     def __init__(self, line: Line, inputs: Sequence[tf.Tensor]) -> None:

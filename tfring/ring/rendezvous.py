@@ -76,18 +76,18 @@ def connect(
     """Connects this rank with its peers, each of which asks for the same.
 
     Args:
-        cluster: With `rank`, `world_size` above 1, `addresses`, `listen_fd`.
-        ring: The ring's name.
-        peers: Other ranks.
-        transport: "auto", "tcp" or "shm".
-        timeout_seconds: How long to wait.
-        broken: Says why there is no use in waiting; None as long as there is.
+      cluster: With `rank`, `world_size` above 1, `addresses`, `listen_fd`.
+      ring: The ring's name.
+      peers: Other ranks.
+      transport: "auto", "tcp" or "shm".
+      timeout_seconds: How long to wait.
+      broken: Says why there is no use in waiting; None as long as there is.
 
     Returns:
-        A link to each.
+      A link to each.
 
     Raises:
-        RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
+      RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
     sockets.raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
@@ -106,20 +106,20 @@ def connect_to(
     """Connects this rank of an open ring with another, which answers by `answer`.
 
     Args:
-        cluster: As of `connect`.
-        ring: The ring's name.
-        rank: Another rank.
-        transport: "auto", "tcp" or "shm".
-        timeout_seconds: How long to wait.
-        broken: Says why there is no use in waiting; None as long as there is.
-        is_linked: Returns True once that rank has connected with this one.
+      cluster: As of `connect`.
+      ring: The ring's name.
+      rank: Another rank.
+      transport: "auto", "tcp" or "shm".
+      timeout_seconds: How long to wait.
+      broken: Says why there is no use in waiting; None as long as there is.
+      is_linked: Returns True once that rank has connected with this one.
 
     Returns:
-        The link; None where that rank came first.
+      The link; None where that rank came first.
 
     Raises:
-        PeerLostError: That rank has left the ring.
-        RendezvousError: As `connect`.
+      PeerLostError: That rank has left the ring.
+      RendezvousError: As `connect`.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
@@ -131,7 +131,7 @@ def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: st
     """Answers `connect_to` of another rank. Returns the link; None where that rank went away.
 
     Raises:
-        RendezvousError: The two ranks cannot be linked; the other one gets the error, too.
+      RendezvousError: The two ranks cannot be linked; the other one gets the error, too.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
@@ -385,7 +385,7 @@ class _Forming:
         """Makes the link that a rank asks for.
 
         Raises:
-            RendezvousError: There can be none.
+          RendezvousError: There can be none.
         """
         channel, hello = connection.channel, connection.hello
         link = Link(hello["rank"], channel.socket)

@@ -80,8 +80,8 @@ class Layout:
     """Order of the members of a group, ranks of a host side by side.
 
     Attributes:
-        order: `[position]`: the member there.
-        local_size: Members on each host; 0 where hosts differ in it.
+      order: `[position]`: the member there.
+      local_size: Members on each host; 0 where hosts differ in it.
 
     Example:
         >>> Layout.of([0, 1, 0, 1])  # dealt round-robin over two hosts

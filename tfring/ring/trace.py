@@ -68,15 +68,15 @@ class Request(NamedTuple):
     """A request of a worker to a parameter server, as one of the two sees it; times in nanoseconds.
 
     Attributes:
-        other: The server, in a worker's file; the worker, in a server's.
-        kind: "push", "rows", ...
-        sent: Bytes of this process's message.
-        received: Bytes of the other's.
-        waited: How long the server waited for other workers in it.
-        whom: The worker that came last of those, -1 for none.
-        served: How long it was in the server besides.
-        queued: How long of that it waited for its turn.
-        staleness: Of the gradient; -1 where there is none.
+      other: The server, in a worker's file; the worker, in a server's.
+      kind: "push", "rows", ...
+      sent: Bytes of this process's message.
+      received: Bytes of the other's.
+      waited: How long the server waited for other workers in it.
+      whom: The worker that came last of those, -1 for none.
+      served: How long it was in the server besides.
+      queued: How long of that it waited for its turn.
+      staleness: Of the gradient; -1 where there is none.
     """
 
     begin: int
@@ -101,8 +101,8 @@ class Source(NamedTuple):
     """Gives a process the number of its run, and the offset of its clock from the one that all are brought to.
 
     Attributes:
-        run: Returns the number of the run, the same in all processes.
-        distance: Measures the offset of this process's clock.
+      run: Returns the number of the run, the same in all processes.
+      distance: Measures the offset of this process's clock.
     """
 
     run: Callable[[], int]
@@ -139,14 +139,14 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source,
     """Begins a trace of this process, or joins the one that it writes into this folder; all ranks call it.
 
     Args:
-        folder: Made where it is missing. Files of an earlier run are written over.
-        rank: Of this process.
-        world_size: How many write into this folder.
-        source: Of all ranks.
-        num_servers: How many parameter servers write into this folder besides.
+      folder: Made where it is missing. Files of an earlier run are written over.
+      rank: Of this process.
+      world_size: How many write into this folder.
+      source: Of all ranks.
+      num_servers: How many parameter servers write into this folder besides.
 
     Raises:
-        ConfigurationError: The folder cannot be written, or this process writes a trace elsewhere.
+      ConfigurationError: The folder cannot be written, or this process writes a trace elsewhere.
     """
     global _active
     path = pathlib.Path(folder).absolute()
@@ -166,14 +166,14 @@ def start_server(folder: str | os.PathLike, server: int, world_size: int, num_se
     """Begins the trace of this process, a parameter server: requests alone.
 
     Args:
-        folder: See `start`.
-        server: The number of this process.
-        world_size: How many workers there are.
-        num_servers: How many servers there are.
-        source: Of this server.
+      folder: See `start`.
+      server: The number of this process.
+      world_size: How many workers there are.
+      num_servers: How many servers there are.
+      source: Of this server.
 
     Raises:
-        ConfigurationError: The folder cannot be written.
+      ConfigurationError: The folder cannot be written.
     """
     path = pathlib.Path(folder).absolute() / server_file_name(server)
     return Recorder(path, server, world_size, source, num_servers, has_calls=False)
@@ -183,16 +183,16 @@ class Recorder:
     """Writes the trace of one process.
 
     Args:
-        path: Of its file.
-        number: The rank, or the number of the server.
-        world_size: How many workers there are.
-        source: Of all ranks.
-        num_servers: How many parameter servers there are.
-        has_calls: Whether the calls of the core are recorded; a server has requests alone.
+      path: Of its file.
+      number: The rank, or the number of the server.
+      world_size: How many workers there are.
+      source: Of all ranks.
+      num_servers: How many parameter servers there are.
+      has_calls: Whether the calls of the core are recorded; a server has requests alone.
 
     Attributes:
-        users: How many began it, each of whom closes it.
-        building: Set by who traces a graph, to mark a step in which that happens.
+      users: How many began it, each of whom closes it.
+      building: Set by who traces a graph, to mark a step in which that happens.
     """
 
     def __init__(
@@ -282,10 +282,10 @@ class Recorder:
         """Records how many operations of a kind of step are to be compiled by XLA.
 
         Args:
-            kind: "train", "test" or "predict".
-            operations: Those that were to be compiled.
-            by_xla: Those among them of which XLA has a kernel.
-            others: The types of the rest.
+          kind: "train", "test" or "predict".
+          operations: Those that were to be compiled.
+          by_xla: Those among them of which XLA has a kernel.
+          others: The types of the rest.
         """
         self._put(type="compiled", kind=kind, operations=operations, by_xla=by_xla, others=others)
 

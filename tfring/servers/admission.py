@@ -32,11 +32,11 @@ class Admission:
     """Decides which gradients make the next update.
 
     Args:
-        workers: Their ranks.
-        is_sync: Whether an update takes the gradients of all workers that train.
-        backup_workers: How many of them a synchronous update does not wait for; later gradients of it are dropped.
-        max_staleness: The bound of asynchronous updates; None for none.
-        late: What is done with a gradient beyond the bound: "wait", "scale" (by 1 / staleness) or "drop".
+      workers: Their ranks.
+      is_sync: Whether an update takes the gradients of all workers that train.
+      backup_workers: How many of them a synchronous update does not wait for; later gradients of it are dropped.
+      max_staleness: The bound of asynchronous updates; None for none.
+      late: What is done with a gradient beyond the bound: "wait", "scale" (by 1 / staleness) or "drop".
 
     >>> admission = Admission([0, 1], is_sync=False, max_staleness=1, late="drop")
     >>> for worker in (0, 1):
@@ -71,9 +71,9 @@ class Admission:
         """Goes on at a version, as after a loss of this server: no gradient waits, and staleness begins at 0.
 
         Args:
-            version: Of the parameters.
-            live: The workers that are left.
-            computing: Those of them that compute.
+          version: Of the parameters.
+          live: The workers that are left.
+          computing: Those of them that compute.
         """
         self.version = version
         self.live = set(live)

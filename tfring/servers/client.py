@@ -36,22 +36,22 @@ class Client:
     """The connections of a worker with all servers. Used by one thread at a time.
 
     Args:
-        roles: Of this process, a worker.
-        settings: What the strategy was made with; servers compare it with theirs.
-        can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for. Where each shard
-            is on two servers, the other goes on.
-        is_replicated: Whether each shard is on two servers; see `tfring.servers.replica`.
+      roles: Of this process, a worker.
+      settings: What the strategy was made with; servers compare it with theirs.
+      can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for. Where each shard
+        is on two servers, the other goes on.
+      is_replicated: Whether each shard is on two servers; see `tfring.servers.replica`.
 
     Attributes:
-        known: What a server that comes back gets: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
-            name of the last, and `results`, what it returned; `position`, of the epoch under way.
-        is_back: Whether this process is in the place of one that servers have lost.
-        run: The number that server 0 has drawn for the traces of this job.
-        recorder: Of the trace of this process; None without one.
+      known: What a server that comes back gets: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
+        name of the last, and `results`, what it returned; `position`, of the epoch under way.
+      is_back: Whether this process is in the place of one that servers have lost.
+      run: The number that server 0 has drawn for the traces of this job.
+      recorder: Of the trace of this process; None without one.
 
     Raises:
-        RendezvousError: A server did not come.
-        TfringError: A server's program made its strategy with other settings.
+      RendezvousError: A server did not come.
+      TfringError: A server's program made its strategy with other settings.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Client:
         """Asks all servers at once, each its own, and returns their replies.
 
         Raises:
-            PeerLostError: A server is gone, or a worker that the others need.
-            TfringError: A server refused, with its reason.
+          PeerLostError: A server is gone, or a worker that the others need.
+          TfringError: A server refused, with its reason.
         """
         arrays = [()] * self.num_servers if arrays is None else arrays
         # Sent to all before any reply is waited for: a server may wait for what another worker sends to another server.
@@ -171,7 +171,7 @@ class Client:
         """Waits for a server that is lost, and joins it again.
 
         Raises:
-            PeerLostError: It did not come back in time, or without what it held.
+          PeerLostError: It did not come back in time, or without what it held.
         """
         seconds, began = config.read("TFRING_CONNECT_TIMEOUT_SECONDS"), time.monotonic()
         where = f"server {self._at[server]} to come back"

@@ -24,7 +24,7 @@ class PostedCollectives(LocalCollectives):
     """One process alone, but for `broadcast`: server 0 hands on what worker 0 has posted. All workers call it alike.
 
     Args:
-        client: The connections of this worker.
+      client: The connections of this worker.
     """
 
     reaches_others = True
@@ -69,9 +69,9 @@ class MeetingCollectives:
     return what the others exchanged. All others call them alike, and outside of the steps of training.
 
     Args:
-        rank: Of this worker.
-        world_size: How many workers the job began with.
-        meet: Brings arrays to server 0, and returns the sums of those of all workers that are left.
+      rank: Of this worker.
+      world_size: How many workers the job began with.
+      meet: Brings arrays to server 0, and returns the sums of those of all workers that are left.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class MeetingCollectives:
         """Returns the arrays of each worker that is left, by rank.
 
         Raises:
-            MismatchError: On all, where one calls something else.
+          MismatchError: On all, where one calls something else.
         """
         message = messages.pack({"call": name}, arrays)
         lengths = np.zeros([self.world_size], np.int64)

@@ -21,18 +21,18 @@ class Connection:
     """One end of the connection of a worker and a server, or of two servers that hold the same shards.
 
     Args:
-        roles: Of this process.
-        other: The number of the server, or the rank of the worker.
-        shards: Which shards it is about, where a server may hold those of another; None where it holds its own alone.
-        between_servers: Whether this and the other are the two servers that hold these shards.
-        seconds: How long to wait for it; by default as long as a ring waits for its ranks.
+      roles: Of this process.
+      other: The number of the server, or the rank of the worker.
+      shards: Which shards it is about, where a server may hold those of another; None where it holds its own alone.
+      between_servers: Whether this and the other are the two servers that hold these shards.
+      seconds: How long to wait for it; by default as long as a ring waits for its ranks.
 
     Attributes:
-        last_sent: Bytes of the last message that was sent.
-        last_received: Bytes of the last that came.
+      last_sent: Bytes of the last message that was sent.
+      last_received: Bytes of the last that came.
 
     Raises:
-        RendezvousError: The other did not come.
+      RendezvousError: The other did not come.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Connection:
         """Sends a message.
 
         Raises:
-            PeerLostError: The other is gone.
+          PeerLostError: The other is gone.
         """
         message = messages.pack(head, arrays)
         self._call(lambda: self._communicator.send(message, self._other, name="message"))
@@ -74,7 +74,7 @@ class Connection:
         """Waits for a message and returns its head and arrays.
 
         Raises:
-            PeerLostError: The other is gone.
+          PeerLostError: The other is gone.
         """
         message = self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
         self.last_received = message.nbytes

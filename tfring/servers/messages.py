@@ -25,8 +25,8 @@ def pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> np.ndarr
     """Returns a message as uint8 `[bytes]`.
 
     Args:
-        head: What JSON can hold.
-        arrays: Of the dtypes in `DTYPES`.
+      head: What JSON can hold.
+      arrays: Of the dtypes in `DTYPES`.
 
     >>> head, [array] = unpack(pack({"op": "push"}, [np.array([1.0, 2.0])]))
     >>> head, array
@@ -52,7 +52,7 @@ def unpack(message: np.ndarray) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Returns the head and the arrays of a message, which are views of it.
 
     Raises:
-        ValueError: It is no message of `pack`.
+      ValueError: It is no message of `pack`.
     """
     try:
         length = int.from_bytes(message[:8].tobytes(), "little")

@@ -55,13 +55,13 @@ class Replica:
     """One end of the link between the two servers that hold the same shards.
 
     Args:
-        roles: Of this process, a server.
-        shards: The number of the server that is the primary at first.
-        copied: What is kept alike.
-        changed: Its lock.
+      roles: Of this process, a server.
+      shards: The number of the server that is the primary at first.
+      copied: What is kept alike.
+      changed: Its lock.
 
     Attributes:
-        role: `PRIMARY`, `SECONDARY`, or None until the two have met.
+      role: `PRIMARY`, `SECONDARY`, or None until the two have met.
     """
 
     def __init__(self, roles: Roles, shards: int, copied: Copied, changed: threading.Condition) -> None:
@@ -85,7 +85,7 @@ class Replica:
         """Sends what changes to the secondary, calls `meanwhile`, and waits until it has arrived; with the lock held.
 
         Raises:
-            PeerLostError: The secondary does not answer, and its process may live.
+          PeerLostError: The secondary does not answer, and its process may live.
         """
         link = self._link
         if link is not None:
@@ -161,7 +161,7 @@ class Replica:
         """Keeps the two alike until the link breaks; one of them has just been started.
 
         Raises:
-            PeerLostError: As a secondary, or while it is filled.
+          PeerLostError: As a secondary, or while it is filled.
         """
         if self.role == PRIMARY or (theirs is None and self._is_first):
             with self._changed:

@@ -106,16 +106,16 @@ class Service:
     """Serves the workers of a job until the last has left.
 
     Args:
-        roles: Of this process, a server.
-        settings: What this program's strategy was made with.
-        make_held: `make_held(description, shards)` makes what is held for one optimizer.
-        make_admission: Makes the bookkeeping of one optimizer.
-        needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
-        snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
-        snapshot_seconds: From one snapshot to the next.
-        server_trace: The trace of this server; by default it writes none.
-        shards: The number of the server whose shards are served; by default this one.
-        is_replicated: Whether this is one of two servers that hold these shards; see `tfring.servers.replica`.
+      roles: Of this process, a server.
+      settings: What this program's strategy was made with.
+      make_held: `make_held(description, shards)` makes what is held for one optimizer.
+      make_admission: Makes the bookkeeping of one optimizer.
+      needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
+      snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
+      snapshot_seconds: From one snapshot to the next.
+      server_trace: The trace of this server; by default it writes none.
+      shards: The number of the server whose shards are served; by default this one.
+      is_replicated: Whether this is one of two servers that hold these shards; see `tfring.servers.replica`.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class Service:
         """Returns whether all workers have left, or those that were not lost; or the other server, filling this one.
 
         Raises:
-            PeerLostError: A worker was lost that the others need, or all were, or the other server with these shards.
-            RendezvousError: A worker did not come.
+          PeerLostError: A worker was lost that the others need, or all were, or the other server with these shards.
+          RendezvousError: A worker did not come.
         """
         if self._replica is not None and self._failure is not None:
             raise PeerLostError(self._failure)
@@ -347,7 +347,7 @@ class Service:
         """Waits with the lock given back meanwhile.
 
         Raises:
-            PeerLostError: A worker is lost that all need.
+          PeerLostError: A worker is lost that all need.
         """
         began = clocks.now()
         self._changed.wait_for(lambda: self._failure is not None or condition())
@@ -594,7 +594,7 @@ class Service:
         """Compares digests of the batches that a worker has drawn with those of the others; server 0 does it.
 
         Raises:
-            MismatchError: They differ. Then all others end, too, for no rows are trained once.
+          MismatchError: They differ. Then all others end, too, for no rows are trained once.
         """
         epoch, first = head.get("epoch"), head.get("first", 0)
         if epoch not in self._batches:
@@ -864,7 +864,7 @@ class Service:
         """Takes what the last snapshot holds; the first worker that comes back to a server started again asks for it.
 
         Raises:
-            PeerLostError: There is no snapshot of this job.
+          PeerLostError: There is no snapshot of this job.
         """
         if self._snapshots is None:
             raise PeerLostError(

@@ -37,14 +37,14 @@ def plan(
     from the largest to the smallest, to the server that has the fewest bytes, the first of equals.
 
     Args:
-        shapes: Of each variable.
-        item_bytes: Bytes of an element of each.
-        can_split: Whether each may be cut into rows.
-        num_servers: 1 or more.
-        split_bytes: From how many bytes a variable is cut.
+      shapes: Of each variable.
+      item_bytes: Bytes of an element of each.
+      can_split: Whether each may be cut into rows.
+      num_servers: 1 or more.
+      split_bytes: From how many bytes a variable is cut.
 
     Returns:
-        The shards, in the order of variables and, of one variable, of rows. Each row is in one shard.
+      The shards, in the order of variables and, of one variable, of rows. Each row is in one shard.
 
     >>> [tuple(p) for p in plan([(4, 2), (3,)], [4, 4], [True, True], 2, split_bytes=32)]
     [(0, 0, 0, 2, False), (0, 1, 2, 4, False), (1, 0, 0, 3, True)]

@@ -23,11 +23,11 @@ class Snapshots:
     """Writes and reads the snapshots of one server.
 
     Args:
-        folder: Made where it is not there. A server that is started again finds the same.
-        server: Its number.
+      folder: Made where it is not there. A server that is started again finds the same.
+      server: Its number.
 
     Raises:
-        ConfigurationError: The folder cannot be written.
+      ConfigurationError: The folder cannot be written.
     """
 
     def __init__(self, folder: str, server: int) -> None:
@@ -53,7 +53,7 @@ class Snapshots:
         """Replaces the snapshot.
 
         Raises:
-            OSError: It cannot be written; the one before is still there.
+          OSError: It cannot be written; the one before is still there.
         """
         message = messages.pack(head, arrays)
         with self._beside.open("wb") as file:
@@ -66,7 +66,7 @@ class Snapshots:
         """Appends what worker 0 has posted.
 
         Raises:
-            OSError: It cannot be written.
+          OSError: It cannot be written.
         """
         message = messages.pack(head, arrays)
         with self._posts.open("ab") as file:

@@ -48,11 +48,11 @@ class ServerTrace:
     """The trace of a server, begun where a worker asks for one.
 
     Args:
-        roles: Of this process, a server.
-        folder: Where it is written; None for nowhere.
+      roles: Of this process, a server.
+      folder: Where it is written; None for nowhere.
 
     Attributes:
-        recorder: None until it is begun.
+      recorder: None until it is begun.
     """
 
     def __init__(self, roles: Roles, folder: str | os.PathLike | None) -> None:

@@ -45,16 +45,16 @@ class Step:
       share: float64 scalar, this replica's rows over the rows of the global batch; None where rows are not counted
         (a custom loop, whose gradients are summed) or there is one replica.
       active: bool scalar, False where this replica has no row; None where it always has.
-      written: of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
+      written: Of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
         `_keras/state.py`.
-      writes: how often the step has assigned a variable in this replica, by the variable's identity.
-      parts: into how many parts a pipeline has cut the rows of the batch, of which this step sees one.
+      writes: How often the step has assigned a variable in this replica, by the variable's identity.
+      parts: Into how many parts a pipeline has cut the rows of the batch, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
-      is_plain: whether the step is traced as that of one process: it is edited, or computed from the rows of all.
-      is_whole: whether it is computed from the rows of all replicas.
-      graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
-      added: what layers have added by `add_loss` in this replica, by the identity of the layer.
-      applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
+      is_plain: Whether the step is traced as that of one process: it is edited, or computed from the rows of all.
+      is_whole: Whether it is computed from the rows of all replicas.
+      graph: In which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
+      added: What layers have added by `add_loss` in this replica, by the identity of the layer.
+      applying: The optimizer whose own `apply` runs, with gradients of the whole batch.
     """
 
     def __init__(

@@ -17,10 +17,10 @@ def clip(
     """Returns the gradients, clipped as Keras' `_clip_gradients` clips full ones.
 
     Args:
-      optimizer: which says how to clip.
-      ring: the workers; None in one process.
-      grads: tensors and IndexedSlices, which stay such.
-      shardings: of the value of which each gradient is that of a shard; None for a full one.
+      optimizer: Which says how to clip.
+      ring: The workers; None in one process.
+      grads: Tensors and IndexedSlices, which stay such.
+      shardings: Of the value of which each gradient is that of a shard; None for a full one.
       by_value: Keras' `_clip_gradients`, for what needs no norm.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm

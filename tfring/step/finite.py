@@ -21,8 +21,8 @@ class Watch:
     """The notes of this worker's replicas.
 
     Attributes:
-      names: of the variables, as the notes number them.
-      notes: an int64 variable `[2]` a replica: the step, as its optimizer counts them, and the number of the variable
+      names: Of the variables, as the notes number them.
+      notes: An int64 variable `[2]` a replica: the step, as its optimizer counts them, and the number of the variable
         whose gradient was not finite first; -1 where all were.
     """
 

@@ -27,9 +27,9 @@ def between_collectives(model: Any, kind: str, ring: Ring) -> Any:
     clusters: forward and backward passes between collectives, and the update. A trace tells which those are.
 
     Args:
-      model: a Keras model, with `jit_compile`.
+      model: A Keras model, with `jit_compile`.
       kind: "train", "test" or "predict".
-      ring: the workers.
+      ring: The workers.
     """
     step = getattr(model, f"{kind}_step")
     if not model.jit_compile:

@@ -64,7 +64,7 @@ class Status(NamedTuple):
     Attributes:
       has_batch: bool scalar, whether any rank has rows left.
       goes_on: bool scalar, whether the step is taken; where not, `why_not` raises the reason.
-      flags: three int64 scalars, not 0 where any rank begins a step, stops, ends its epoch; None of one replica.
+      flags: Three int64 scalars, not 0 where any rank begins a step, stops, ends its epoch; None of one replica.
       is_same: bool scalar, whether all drew the same batch; None of one replica.
       ended_early: bool scalar, whether one has no batch of the rows that all draw; None of one replica.
       shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
@@ -84,9 +84,9 @@ def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) 
     """Tells the others what this rank has drawn: one collective.
 
     Args:
-      ring: the workers.
-      rows: a list of the number of rows of each replica of this worker, None where that is not known.
-      has_batch: bool, whether this rank drew a batch.
+      ring: The workers.
+      rows: A list of the number of rows of each replica of this worker, None where that is not known.
+      has_batch: Bool, whether this rank drew a batch.
       fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
     """
     with tf.device("CPU:0"):  # where the input is: on a GPU these few numbers would wait for the step before
@@ -122,7 +122,7 @@ def refuse(wrong: Mapping[int, Any]) -> list:
     """Operations that raise InvalidArgumentError where something is wrong, and note what, for `named`.
 
     Args:
-      wrong: for reasons, whether they hold; the first that does counts.
+      wrong: For reasons, whether they hold; the first that does counts.
     """
     with tf.device("CPU:0"):
         reasons = tf.constant([int(reason) for reason in wrong], tf.int64)
@@ -190,14 +190,14 @@ def behind_loop(ring: Ring, stop: bool) -> tuple[bool, bool]:
     """Tells the others that this rank has left Keras' loop over batches: one eager collective.
 
     Args:
-      ring: the workers.
-      stop: whether a callback of this rank has stopped it.
+      ring: The workers.
+      stop: Whether a callback of this rank has stopped it.
 
     Returns:
       Whether any rank has stopped it, and whether others had drawn a batch for the step they do not take.
 
     Raises:
-      MismatchError: where others take a step and none has stopped.
+      MismatchError: Where others take a step and none has stopped.
     """
     mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * ring.num_replicas]
     flags = ring.world.largest(mine, name="status")[3:_HEAD]
@@ -210,12 +210,12 @@ def compare_passes(ring: Ring, num_batches: int, fingerprint: int) -> None:
     """Compares whole passes over data, of ranks that did not tell each other of each batch: one eager collective.
 
     Args:
-      ring: the workers.
-      num_batches: how many batches this rank drew.
-      fingerprint: of all of them.
+      ring: The workers.
+      num_batches: How many batches this rank drew.
+      fingerprint: Of all of them.
 
     Raises:
-      MismatchError: on every rank, where ranks drew other batches, or not equally many.
+      MismatchError: On every rank, where ranks drew other batches, or not equally many.
     """
     mine = [num_batches, -num_batches, fingerprint, -fingerprint]
     most, least, one, other = ring.world.largest(mine, name="batches of predictions")

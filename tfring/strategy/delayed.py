@@ -30,21 +30,21 @@ class Delayed:
     files hold synchronized weights.
 
     Args:
-      every: how many steps a window has, from 1.
-      outer: the optimizer of the averaged difference; of it each optimizer of a model gets a copy. Its momentum is that
+      every: How many steps a window has, from 1.
+      outer: The optimizer of the averaged difference; of it each optimizer of a model gets a copy. Its momentum is that
         of all workers; `global_clipnorm` clips the averaged difference. Default: `SGD(1.0)`, plain averaging. DiLoCo
         uses `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
-      local_momentum: what becomes of the slots of a model's optimizer at a synchronization: "keep" (default) leaves
+      local_momentum: What becomes of the slots of a model's optimizer at a synchronization: "keep" (default) leaves
         each worker its own; "average" gives all their mean by rows, and sends as many bytes more; "reset" makes them
         zeros, for `keras.optimizers.SGD` alone, as other optimizers count steps since their slots were zeros.
-      tables: how the differences of a table's row (a table has sparse gradients, as `keras.layers.Embedding`) become
+      tables: How the differences of a table's row (a table has sparse gradients, as `keras.layers.Embedding`) become
         one. "average" (default) is the mean by rows, as of other weights. "diversity" is for Adam and its kin, which
         move a row as far for one worker's lookups as for those of all: a row that one worker alone moved keeps that
         worker's difference in full, one that all moved alike is averaged, and one that they moved in orthogonal
         directions gets the sum. With plain SGD such rows go further than without Delayed.
 
     Raises:
-      ConfigurationError: for arguments out of range.
+      ConfigurationError: For arguments out of range.
 
     Sources: local SGD (Stich, https://arxiv.org/abs/1805.09767), SlowMo (https://arxiv.org/abs/1910.00643), DiLoCo
     (https://arxiv.org/abs/2311.08105), gradient diversity (Yin et al., https://arxiv.org/abs/1706.05699).

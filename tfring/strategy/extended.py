@@ -367,10 +367,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         """Runs `fn(inputs)` on each replica with its share of the batch.
 
         Args:
-          fn: a step of a model, such as Keras' `train_step`.
-          inputs: a list of one element a replica of this worker.
+          fn: A step of a model, such as Keras' `train_step`.
+          inputs: A list of one element a replica of this worker.
           shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
-          way: in which the steps of replicas become that of one process.
+          way: In which the steps of replicas become that of one process.
 
         Returns:
           `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote, each

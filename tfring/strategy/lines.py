@@ -28,8 +28,8 @@ class RunLines:
     It holds no strategy, so that one which nothing refers to is collected; its last line then comes at exit.
 
     Args:
-        ring: the strategy's Ring.
-        num_servers: of parameter servers.
+      ring: The strategy's Ring.
+      num_servers: Of parameter servers.
     """
 
     def __init__(self, ring: Ring, num_servers: int) -> None:
@@ -103,9 +103,9 @@ def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
     """Returns the last line.
 
     Args:
-        seconds: in `fit`, `evaluate` and `predict`.
-        waited: seconds of it that rank 0's collectives waited for other ranks; None where they are not counted.
-        sent: bytes that rank 0 sent in it; None where they are not counted.
+      seconds: In `fit`, `evaluate` and `predict`.
+      waited: Seconds of it that rank 0's collectives waited for other ranks; None where they are not counted.
+      sent: Bytes that rank 0 sent in it; None where they are not counted.
 
     >>> print(end_line(12.3, 4.1, 12_000_000))
     12.3 s in fit, evaluate and predict: 8.2 s of computation, 4.1 s (33%) of waiting for others; rank 0 sent 12.0 MB.

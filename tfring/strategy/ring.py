@@ -61,18 +61,18 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     workers; every replica applies the same update to the same weights.
 
     Args:
-      cluster: a `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
+      cluster: A `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
         where neither does.
-      cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
-      mesh: how the workers divide the work, see `Mesh`. With a model or a pipeline axis several workers are one
+      cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
+      mesh: How the workers divide the work, see `Mesh`. With a model or a pipeline axis several workers are one
         replica: they train on the same rows, and `num_replicas_in_sync` is the size of the data axis. Default: each
         worker is a replica.
       communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
         runtime (NCCL between GPUs, gRPC between CPUs).
-      devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
+      devices: This worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
         has the same number.
-      sparse: how sparse gradients are reduced, see `SparseOptions`.
-      bucket_bytes: how many bytes of dense gradients close a bucket, which is summed by one collective while the
+      sparse: How sparse gradients are reduced, see `SparseOptions`.
+      bucket_bytes: How many bytes of dense gradients close a bucket, which is summed by one collective while the
         backward pass goes on. Default: 32 MiB on one host; on several 8 MiB, with smaller ones for the first layers,
         whose gradients leave last, when nothing is left to hide them.
       compression: "bfloat16" or "float16": what dense float32 gradients travel as between workers, in half the bytes.
@@ -80,25 +80,25 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
         narrow (above 65504), gradients become infinite. It pays on slow networks. Default: None, float32.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
-      shard_optimizer: whether each worker updates its share of every weight and keeps the optimizer's slots of that
+      shard_optimizer: Whether each worker updates its share of every weight and keeps the optimizer's slots of that
         share alone (ZeRO stage 1, https://arxiv.org/abs/1910.02054): gradients are reduced and scattered, weights
         gathered, the same bytes as without. For optimizers of Keras that compute element by element (not Adafactor,
         Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
         take part in saving; see `docs/saving.md`. Default: False.
-      synchronization: a `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
+      synchronization: A `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
         averaged. For slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
-      random: what random layers such as Dropout draw. "replica": each replica draws for its own rows. "global": each
+      random: What random layers such as Dropout draw. "replica": each replica draws for its own rows. "global": each
         draws for all rows, as one process does, and uses those of its own; the result is that of one process, and
         random numbers take as long as there. Steps of a replica's own rows (pipelines, `Delayed`) always draw as with
         "replica". Default: "replica".
-      check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
+      check_equal: Whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
-      trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
+      trace: A folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
         is written.
 
     Raises:
-      ConfigurationError: for settings that cannot be honoured.
-      RendezvousError: where the other workers do not come.
+      ConfigurationError: For settings that cannot be honoured.
+      RendezvousError: Where the other workers do not come.
 
     Where the cluster comes from and what the environment may say is in `docs/`.
 
@@ -292,13 +292,13 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         summed over replicas, it is the sum; divide it by `num_replicas_in_sync` before an optimizer sums it once more.
 
         Args:
-          gradients: a structure of tensors, `tf.IndexedSlices` and None, alike on all replicas.
+          gradients: A structure of tensors, `tf.IndexedSlices` and None, alike on all replicas.
 
         Returns:
           The same structure, equal on all replicas; IndexedSlices have each id once.
 
         Raises:
-          RuntimeError: outside of a replica (`train_step`, `strategy.run`).
+          RuntimeError: Outside of a replica (`train_step`, `strategy.run`).
         """
         if tf.distribute.get_replica_context() is None:
             raise RuntimeError(
@@ -327,7 +327,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Without it, and where nothing is held back, it does nothing.
 
         Args:
-          model: a Keras model of this strategy.
+          model: A Keras model of this strategy.
         """
         if self.ring.updater is not None:
             with failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
@@ -341,11 +341,11 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
 
         Args:
-          variables: of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the shards
+          variables: Of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the shards
             of slots that `shard_optimizer` gives each worker).
 
         Raises:
-          tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ.
+          tf.errors.InvalidArgumentError: On every rank, naming the variables and the replicas that differ.
 
         >>> strategy = RingStrategy()
         >>> with strategy.scope():

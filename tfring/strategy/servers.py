@@ -47,30 +47,30 @@ class ParameterServerStrategy(RingStrategy):
 
     Args:
       update: "sync" or "async".
-      max_staleness: with "async", how many updates a gradient may be behind the weights it is applied to; 0 makes one
+      max_staleness: With "async", how many updates a gradient may be behind the weights it is applied to; 0 makes one
         update of all workers' gradients, each of its own batch. Default: None, no bound.
-      late: what is done with a gradient beyond the bound: "wait" (none becomes so stale: workers that are ahead wait,
+      late: What is done with a gradient beyond the bound: "wait" (none becomes so stale: workers that are ahead wait,
         and gradients that wait together make one update), "scale" (it counts 1 / staleness) or "drop". Each server
         keeps the bound for its shards.
-      backup_workers: with "sync", how many workers an update does not wait for: it takes the first gradients, and
+      backup_workers: With "sync", how many workers an update does not wait for: it takes the first gradients, and
         drops those that come later. Workers then train on batches of their own, as with "async".
-      snapshot_dir: a folder, the same for a server that is started again. Each server writes its shards and slots there
+      snapshot_dir: A folder, the same for a server that is started again. Each server writes its shards and slots there
         when they are made, and every `snapshot_seconds`. A server that is lost is started again by `tfring launch
         --servers` (or by what started it) and goes on from its last snapshot; workers wait for it, up to
         `TFRING_CONNECT_TIMEOUT_SECONDS`. What was pushed to it since the snapshot is lost. With "async" or
         `backup_workers`. Default: None, the loss of a server ends the job.
-      snapshot_seconds: from one snapshot to the next, in seconds. Default: 30.
+      snapshot_seconds: From one snapshot to the next, in seconds. Default: 30.
       replicas: 2: each shard is held by two servers, which make the same updates, and nothing that was pushed is lost
         when the process of one of them ends; workers go on with the other. One that is started again, by `tfring launch
         --servers` or by what started it, gets what the other holds. Without `snapshot_dir`. Default: 1.
-      roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
-      trace: as of RingStrategy, in servers too.
+      roles: A `tfring.cluster.roles.Roles`; by default what the environment says.
+      trace: As of RingStrategy, in servers too.
 
     Raises:
-      ConfigurationError: for settings that cannot be honoured.
-      RendezvousError: where the other processes do not come.
-      SystemExit: in a server, with code 0, when the workers are through.
-      PeerLostError: in a server, where a worker was lost that the others need, or all were.
+      ConfigurationError: For settings that cannot be honoured.
+      RendezvousError: Where the other processes do not come.
+      SystemExit: In a server, with code 0, when the workers are through.
+      PeerLostError: In a server, where a worker was lost that the others need, or all were.
 
     Sources: bounded staleness is that of stale synchronous parallel (Ho et al. 2013), backup workers those of Chen et
     al. (https://arxiv.org/abs/1604.00981).

@@ -28,13 +28,13 @@ def parse_address(text: str) -> Address:
     """Reads one address.
 
     Args:
-        text: `"host:port"`, `"192.0.2.1:port"` or `"[2001:db8::1]:port"`.
+      text: `"host:port"`, `"192.0.2.1:port"` or `"[2001:db8::1]:port"`.
 
     Returns:
-        The host in lower case (IPv6 in its shortest form), and the port.
+      The host in lower case (IPv6 in its shortest form), and the port.
 
     Raises:
-        ConfigurationError: `text` is none of the three, or the port is not within 1 to 65535.
+      ConfigurationError: `text` is none of the three, or the port is not within 1 to 65535.
 
     >>> parse_address("Host1:12345")
     Address(host='host1', port=12345)

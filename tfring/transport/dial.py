@@ -26,19 +26,19 @@ def dial(
     """Connects to the listener of a rank, proves itself and sends its hello.
 
     Args:
-        address: That the rank listens at.
-        key: The secret, or nothing.
-        kind: Of HELLOS.
-        hello: Its fields but `seconds`, or a function that makes them from the connection.
-        network: Whether TCP may be used, if no process of this user listens on this host.
-        seconds: For all messages on this channel, until the caller sets another deadline.
-        wait_for: Called while nothing comes; returns whether to go on waiting.
+      address: That the rank listens at.
+      key: The secret, or nothing.
+      kind: Of HELLOS.
+      hello: Its fields but `seconds`, or a function that makes them from the connection.
+      network: Whether TCP may be used, if no process of this user listens on this host.
+      seconds: For all messages on this channel, until the caller sets another deadline.
+      wait_for: Called while nothing comes; returns whether to go on waiting.
 
     Raises:
-        wire.NoProofError: The other side has another secret.
-        wire.WireError: Another program answers.
-        wire.GivenUpError: `wait_for` returned False.
-        OSError: There is no answer.
+      wire.NoProofError: The other side has another secret.
+      wire.WireError: Another program answers.
+      wire.GivenUpError: `wait_for` returned False.
+      OSError: There is no answer.
     """
     place = (ports.resolve(address.host), address.port)
     deadline = time.monotonic() + seconds
@@ -58,7 +58,7 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
     """Probes the process that listens at a rank's address.
 
     Raises:
-        OSError: There is none.
+      OSError: There is none.
     """
     addresses = tuple(cluster.addresses)
     address, key = parse_address(addresses[rank]), secret.of(cluster)

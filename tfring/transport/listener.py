@@ -71,7 +71,7 @@ class Listener:
     """Listens for all connections to this process, for as long as it lives.
 
     Attributes:
-        turned_away: The last connection that was rejected, and why; empty without one.
+      turned_away: The last connection that was rejected, and why; empty without one.
     """
 
     _instances: dict[tuple[int, Any], Listener] = {}
@@ -82,8 +82,8 @@ class Listener:
         """Returns the listener at this rank's address, made on first use, after admitting this job.
 
         Raises:
-            RendezvousError: It cannot listen there.
-            ConfigurationError: A secret is wanted, and there is none.
+          RendezvousError: It cannot listen there.
+          ConfigurationError: A secret is wanted, and there is none.
         """
         key = secret.of(cluster)
         # One listener a socket, however its address is spelled: two would take each other's connections.

@@ -65,8 +65,8 @@ def check(fds: Sequence[int]) -> None:
     """Validates the descriptors that a peer handed over as its mailbox.
 
     Raises:
-        ValueError: It is something else.
-        OSError: It cannot be looked at.
+      ValueError: It is something else.
+      OSError: It cannot be looked at.
     """
     if len(fds) != 2:
         raise ValueError(f"{len(fds)} descriptors came instead of memory and a doorbell")

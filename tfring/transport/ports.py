@@ -32,13 +32,13 @@ def open_listener(
     """Listens on the first port that is free.
 
     Args:
-        ports: In this order; by default those of `TFRING_PORT_RANGE`, or any where it is not set.
-        loopback: Whether to be reachable from this host alone.
-        avoid: Taken last of those of `TFRING_PORT_RANGE`, for others will want them.
-        remedy: What to do if none is free; by default, to set `TFRING_PORT_RANGE`.
+      ports: In this order; by default those of `TFRING_PORT_RANGE`, or any where it is not set.
+      loopback: Whether to be reachable from this host alone.
+      avoid: Taken last of those of `TFRING_PORT_RANGE`, for others will want them.
+      remedy: What to do if none is free; by default, to set `TFRING_PORT_RANGE`.
 
     Raises:
-        ConfigurationError: None is free, or there is no such interface.
+      ConfigurationError: None is free, or there is no such interface.
     """
     if ports is None:
         first_last = config.read("TFRING_PORT_RANGE")
@@ -74,8 +74,8 @@ def listen() -> tuple[str, int]:
     1
 
     Returns:
-        This host's address (of the interface that `TFRING_INTERFACE` names, else the one towards the default route)
-        with a port (of `TFRING_PORT_RANGE`, else any), and a descriptor of the socket that listens there.
+      This host's address (of the interface that `TFRING_INTERFACE` names, else the one towards the default route)
+      with a port (of `TFRING_PORT_RANGE`, else any), and a descriptor of the socket that listens there.
     """
     with open_listener() as listener:
         return str(Address(own_address(), listener.getsockname()[1])), os.dup(listener.fileno())

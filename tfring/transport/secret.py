@@ -27,10 +27,10 @@ def configured(environ: Mapping[str, str] | None = None) -> str | None:
     """Returns the value of `TFRING_SECRET`, or of the file that `TFRING_SECRET_FILE` names; None without.
 
     Args:
-        environ: Where to look; `os.environ` by default.
+      environ: Where to look; `os.environ` by default.
 
     Raises:
-        ConfigurationError: It is too short, or the file cannot be read.
+      ConfigurationError: It is too short, or the file cannot be read.
 
     >>> configured({"TFRING_SECRET": "no secret in a test"}), configured({})
     ('no secret in a test', None)
@@ -52,7 +52,7 @@ def of(cluster: Any) -> bytes:
     """Returns the key to a cluster's listeners; empty if there is no secret.
 
     Raises:
-        ConfigurationError: There is none, and `TFRING_REQUIRE_SECRET` wants one; or as `configured`.
+      ConfigurationError: There is none, and `TFRING_REQUIRE_SECRET` wants one; or as `configured`.
     """
     secret = getattr(cluster, "secret", None) or configured()
     if secret is None and config.read("TFRING_REQUIRE_SECRET"):

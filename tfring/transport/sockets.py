@@ -109,7 +109,7 @@ def listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.sock
     """Listens at the Unix socket that belongs to a TCP listener; None where its name is taken, and a secret is set.
 
     Raises:
-        RendezvousError: The name is taken, and there is no secret; or by another process of this user.
+      RendezvousError: The name is taken, and there is no secret; or by another process of this user.
     """
     host, port = listener.getsockname()[:2]
     name = local_name("*" if host in ("::", "0.0.0.0") else host, port)
@@ -139,7 +139,7 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
     """Listens at a rank's address.
 
     Raises:
-        RendezvousError: It cannot listen there.
+      RendezvousError: It cannot listen there.
     """
     address = parse_address(cluster.addresses[cluster.rank])
     problem = None

@@ -129,9 +129,9 @@ class Format:
     """The messages that may come next.
 
     Args:
-        kinds: The fields of each kind.
-        max_json_bytes: Of one message.
-        max_data_bytes: Of one message.
+      kinds: The fields of each kind.
+      max_json_bytes: Of one message.
+      max_data_bytes: Of one message.
 
     >>> greeting = Format({"hello": {"rank": integer(0, 9)}}, max_data_bytes=3)
     >>> message = Decoder(greeting).feed(pack("hello", b"abc", rank=7))
@@ -148,7 +148,7 @@ class Format:
         """The kind and the fields.
 
         Raises:
-            WireError: It is no message of this format.
+          WireError: It is no message of this format.
         """
         try:
             message = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
@@ -218,7 +218,7 @@ class Decoder:
         """The messages that are complete with these bytes.
 
         Raises:
-            WireError: This is none.
+          WireError: This is none.
         """
         self._buffer += data
         while (needed := self._needed()) > _PREFIX.size and len(self._buffer) >= needed:
@@ -232,9 +232,9 @@ class Channel:
     """A connected socket that carries messages, tagged once both challenges are known. Every wait ends.
 
     Attributes:
-        socket: Non-blocking.
-        deadline: On `time.monotonic()`: until then everything has to be said.
-        wait_for: Asked while nothing comes: whether to go on waiting.
+      socket: Non-blocking.
+      deadline: On `time.monotonic()`: until then everything has to be said.
+      wait_for: Asked while nothing comes: whether to go on waiting.
     """
 
     CHALLENGES = Format({"challenge": {}}, max_data_bytes=CHALLENGE_BYTES)
@@ -290,7 +290,7 @@ class Channel:
         """The part of the side that connects.
 
         Raises:
-            NoProofError: The other side has another secret.
+          NoProofError: The other side has another secret.
         """
         self.challenge()
         self.challenged(self.receive(self.CHALLENGES), secret)
@@ -305,7 +305,7 @@ class Channel:
         """Writes one message, with descriptors if it is a Unix socket.
 
         Raises:
-            OSError: The connection closed, or its time is over.
+          OSError: The connection closed, or its time is over.
         """
         self._write(self.packed(kind, **fields), fds)
 
@@ -322,14 +322,14 @@ class Channel:
         """Reads one message and not a byte more.
 
         Args:
-            expected: What may come.
-            fds: Descriptors that came with it are appended.
-            max_fds: How many there may be.
+          expected: What may come.
+          fds: Descriptors that came with it are appended.
+          max_fds: How many there may be.
 
         Raises:
-            WireError: What came is no such message.
-            GivenUpError: `wait_for` returned False.
-            OSError: The connection closed, or its time is over.
+          WireError: What came is no such message.
+          GivenUpError: `wait_for` returned False.
+          OSError: The connection closed, or its time is over.
         """
         while True:
             message = self.try_receive(expected, fds, max_fds)
@@ -396,8 +396,8 @@ def connect(connection: socket.socket, address: Any, deadline: float, wait_for: 
     """Connects a socket, asking `wait_for` while there is no answer.
 
     Raises:
-        GivenUpError: `wait_for` returned False.
-        OSError: There is no answer, or not in time.
+      GivenUpError: `wait_for` returned False.
+      OSError: There is no answer, or not in time.
     """
     connection.setblocking(False)
     while (code := connection.connect_ex(address)) in (errno.EINPROGRESS, errno.EALREADY):

@@ -15,11 +15,11 @@ def engine(*requirements: str, with_this_environment: bool = False) -> pathlib.P
     """The `bin` folder of an environment with these packages.
 
     Args:
-        *requirements: What pip installs, `"mpich"`.
-        with_this_environment: Whether it sees the packages of the running Python too, TensorFlow and tfring among them.
+      *requirements: What pip installs, `"mpich"`.
+      with_this_environment: Whether it sees the packages of the running Python too, TensorFlow and tfring among them.
 
     Raises:
-        subprocess.CalledProcessError: It could not be made; pip's words are in `stderr`.
+      subprocess.CalledProcessError: It could not be made; pip's words are in `stderr`.
     """
     folder = FOLDER / requirements[0]
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ def optimizers_of(holder: Any) -> list[keras.optimizers.Optimizer]:
     attributes were set, the same on all ranks.
 
     Args:
-      holder: a model or an optimizer, which is not part of the result.
+      holder: A model or an optimizer, which is not part of the result.
     """
     found = [holder]
     for each in found:

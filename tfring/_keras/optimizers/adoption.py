@@ -31,7 +31,7 @@ def adopt_optimizers(model: Any, ring: Ring) -> None:
     """Makes optimizers that a model holds its strategy's.
 
     Raises:
-      ConfigurationError: an optimizer was built outside the scope.
+      ConfigurationError: An optimizer was built outside the scope.
     """
     for optimizer in optimizers_of(model):
         if getattr(optimizer, "_distribution_strategy", ring.strategy) is ring.strategy:
@@ -70,7 +70,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Returns True for an optimizer of one process that updates a table of `tfring.layers`.
 
     Raises:
-      ConfigurationError: a variable was made in a scope, and the optimizer was not.
+      ConfigurationError: A variable was made in a scope, and the optimizer was not.
     """
     if any(ring_of_variable(v) is not None for v in variables):
         raise _not_of_scope(optimizer, "to be applied to variables made in the scope")

@@ -45,17 +45,17 @@ class Window:
     """The weights of one optimizer since the last synchronization, on this worker.
 
     Args:
-      ring: the workers, whose scope is entered.
-      variables: the weights.
-      outer: the optimizer of the averaged difference, not built yet.
-      by_diversity: whether rows of tables are combined by their diversity.
+      ring: The workers, whose scope is entered.
+      variables: The weights.
+      outer: The optimizer of the averaged difference, not built yet.
+      by_diversity: Whether rows of tables are combined by their diversity.
 
     Attributes:
-      anchors: the weights when the window began.
+      anchors: The weights when the window began.
       num_steps: int64 scalar, the steps since then.
       rows: float64 `[1]`, the rows trained since then.
       norms: float64 `[2]`, the sum of the norms of averaged differences, and how many they are.
-      tables: the positions of weights whose gradients are sparse.
+      tables: The positions of weights whose gradients are sparse.
     """
 
     def __init__(self, ring: Ring, variables: Sequence[Any], outer: Any, by_diversity: bool) -> None:
@@ -123,8 +123,8 @@ class LocalSteps(Updater):
     """Updates each worker's weights by its own gradients, and synchronizes them at the end of a window.
 
     Args:
-      ring: the workers.
-      delayed: the `tfring.Delayed`.
+      ring: The workers.
+      delayed: The `tfring.Delayed`.
     """
 
     weighs = False

@@ -54,12 +54,12 @@ class Update:
 
     Attributes:
       active: bool scalar, whether this worker contributes; None where it does.
-      is_weighed: whether gradients are zeros where it does not.
-      is_reduced: whether gradients are those of all workers.
-      is_sharded: whether gradients are of the shards of weights.
-      differs_by_rank: whether ranks hold different gradients once they are reduced.
-      has_each_id_once: whether IndexedSlices hold no id twice: the ring has summed them.
-      variables: of the gradients, once Keras has sorted out those without.
+      is_weighed: Whether gradients are zeros where it does not.
+      is_reduced: Whether gradients are those of all workers.
+      is_sharded: Whether gradients are of the shards of weights.
+      differs_by_rank: Whether ranks hold different gradients once they are reduced.
+      has_each_id_once: Whether IndexedSlices hold no id twice: the ring has summed them.
+      variables: Of the gradients, once Keras has sorted out those without.
     """
 
     active: tf.Tensor | None = None
@@ -98,7 +98,7 @@ class RingOptimizer(OptimizerSlots):
         """Runs Keras' `apply` in the cross-replica context, with weighed gradients.
 
         Raises:
-          ConfigurationError: outside of a replica, where no collective would aggregate the workers' gradients, and for
+          ConfigurationError: Outside of a replica, where no collective would aggregate the workers' gradients, and for
             gradients that `all_reduce_gradients` has summed in a loop of the user's own.
         """
         ring = self._ring
@@ -218,9 +218,9 @@ class RingOptimizer(OptimizerSlots):
         """Returns the gradients of all workers: the one place where an optimizer aggregates over the ring.
 
         Args:
-          grads: of this worker, None where there is none.
-          variables: the weights.
-          shards: whose gradients are returned in place of those of weights that are sharded; None for full ones.
+          grads: Of this worker, None where there is none.
+          variables: The weights.
+          shards: Whose gradients are returned in place of those of weights that are sharded; None for full ones.
         """
         update, ring = self._current_update, self._ring
         assert update is not None

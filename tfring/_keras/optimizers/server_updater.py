@@ -49,8 +49,8 @@ class ServerUpdater(Updater):
     """Updates the weights of a strategy's models in place of their optimizers on this worker.
 
     Args:
-      client: the connections with the servers.
-      is_star: whether workers exchange nothing with each other, and each goes on by itself.
+      client: The connections with the servers.
+      is_star: Whether workers exchange nothing with each other, and each goes on by itself.
     """
 
     def __init__(self, client: Client, is_star: bool) -> None:
@@ -147,7 +147,7 @@ class ServerUpdater(Updater):
         It is to be traced again: from now on such a table is pulled in full.
 
         Raises:
-          ConfigurationError: if another step has run that reads rows of a batch alone.
+          ConfigurationError: If another step has run that reads rows of a batch alone.
         """
         found = False
         for key, group in [*self._groups.items()]:
@@ -172,7 +172,7 @@ class ServerUpdater(Updater):
         """Returns where servers hold variables: those that another optimizer updates stay where they are.
 
         Raises:
-          ConfigurationError: for one that is in shards, where this optimizer computes with whole weights.
+          ConfigurationError: For one that is in shards, where this optimizer computes with whole weights.
         """
         # What computes with whole weights gets them whole; so does a constraint.
         can_split = {id(v): is_element_wise(optimizer) and v.constraint is None for v in variables}
@@ -253,9 +253,9 @@ class ServerUpdater(Updater):
         """Begins and ends a pass over batches on the servers.
 
         Args:
-          epoch_iterator: the RingEpochIterator.
-          loop: its Loop; None where nothing is trained or evaluated.
-          inside: the context manager of the pass itself.
+          epoch_iterator: The RingEpochIterator.
+          loop: Its Loop; None where nothing is trained or evaluated.
+          inside: The context manager of the pass itself.
         """
         is_training = loop is not None and loop.kind == "train"
         if is_training:
@@ -462,7 +462,7 @@ class ServerUpdater(Updater):
         Behind them is one that stops training on all workers where one of any has.
 
         Raises:
-          ConfigurationError: for those that restart all workers alike, which each goes on by itself.
+          ConfigurationError: For those that restart all workers alike, which each goes on by itself.
         """
         import keras
 
@@ -523,7 +523,7 @@ class Statistics:
     Attributes:
       array: float64, counts of each staleness, the last of all that are larger; counts of waits by `WAITS`; their
         number, their sum in seconds, and the number of dropped gradients.
-      rows: this worker's, in the epoch; steps, where they are unknown.
+      rows: This worker's, in the epoch; steps, where they are unknown.
     """
 
     STALENESS = 32

@@ -15,8 +15,8 @@ class Updater:
     """Takes the gradients of optimizers in a step, and is notified before weights are read.
 
     Attributes:
-      is_star: whether workers exchange nothing with each other, and each goes on by itself.
-      weighs: whether gradients come times their replica's share of the rows.
+      is_star: Whether workers exchange nothing with each other, and each goes on by itself.
+      weighs: Whether gradients come times their replica's share of the rows.
     """
 
     is_star = False
@@ -46,9 +46,9 @@ class Updater:
         """Updates variables in a step, in a graph or eagerly, in the cross-replica context.
 
         Args:
-          optimizer: whose update it is.
-          gradients: of this worker, None where there is none.
-          variables: the weights.
+          optimizer: Whose update it is.
+          gradients: Of this worker, None where there is none.
+          variables: The weights.
           active: bool scalar, whether this worker has rows; None where it does.
           apply: Keras' `apply` of this optimizer.
         """
@@ -62,7 +62,7 @@ class Updater:
         """Prepares the first step of training.
 
         Args:
-          is_traced: whether its graph is traced, and not yet run; else it runs eagerly.
+          is_traced: Whether its graph is traced, and not yet run; else it runs eagerly.
         """
 
     @contextlib.contextmanager
@@ -78,9 +78,9 @@ class Updater:
         """Surrounds a pass over batches.
 
         Args:
-          epoch_iterator: the RingEpochIterator.
-          loop: its Loop; None where nothing is trained or evaluated.
-          inside: the context manager of the pass itself.
+          epoch_iterator: The RingEpochIterator.
+          loop: Its Loop; None where nothing is trained or evaluated.
+          inside: The context manager of the pass itself.
         """
         with inside:
             yield

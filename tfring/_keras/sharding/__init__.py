@@ -31,13 +31,13 @@ class Mark:
     """The mark on a Keras variable: what this worker holds of its value, and who computes and updates it.
 
     Attributes:
-      sharding: of the value of which it holds a shard; None where it holds the full value.
-      rank: of this worker among those that hold the shards.
-      update: of a table of `tfring.layers`, "rows" or "dense"; None of any other variable.
-      sums_ids: whether an id counts once in its gradient, also in one process: it is a replicated table. Keras'
+      sharding: Of the value of which it holds a shard; None where it holds the full value.
+      rank: Of this worker among those that hold the shards.
+      update: Of a table of `tfring.layers`, "rows" or "dense"; None of any other variable.
+      sums_ids: Whether an id counts once in its gradient, also in one process: it is a replicated table. Keras'
         optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
-      stage: that computes with it, where ranks of all stages hold it: such as the seed of a Dropout.
-      weight: of a slot of an optimizer, the weight that it was made for.
+      stage: That computes with it, where ranks of all stages hold it: such as the seed of a Dropout.
+      weight: Of a slot of an optimizer, the weight that it was made for.
     """
 
     sharding: Sharding | None = None
@@ -92,7 +92,7 @@ class ShardGroup:
     """The ranks over which a layer is sharded: those along an axis of a strategy's mesh, or this process alone.
 
     Attributes:
-      ring: the workers of the strategy; None for this process alone.
+      ring: The workers of the strategy; None for this process alone.
       axis: "model" or "data".
     """
 
@@ -105,11 +105,11 @@ class ShardGroup:
 
         Args:
           axis: "model" or "data"; None for the model axis where the mesh has one, else the data axis.
-          layer: what it is called, for errors.
-          instead: what to use instead, for errors.
+          layer: What it is called, for errors.
+          instead: What to use instead, for errors.
 
         Raises:
-          ConfigurationError: for several replicas a process.
+          ConfigurationError: For several replicas a process.
         """
         if not tf.distribute.has_strategy():
             return cls()
@@ -144,10 +144,10 @@ class ShardGroup:
         """Makes the weight of a layer that holds this worker's shard, and returns it.
 
         Args:
-          add_weight: the layer's.
-          sharding: of the full value.
-          initializer: called with the shape of the shard, and its dtype.
-          **options: for `add_weight`.
+          add_weight: The layer's.
+          sharding: Of the full value.
+          initializer: Called with the shape of the shard, and its dtype.
+          **options: For `add_weight`.
         """
         own = contextlib.nullcontext() if self.ring is None else self.ring.variables_of_worker()
         with own:
@@ -160,9 +160,9 @@ class InitialShard:
     """The initializer of a shard: its part of the full value that one process draws, with the values of rank 0.
 
     Args:
-      initializer: of Keras, for the full value.
-      sharding: of the full value.
-      group: the ranks that have the shards.
+      initializer: Of Keras, for the full value.
+      sharding: Of the full value.
+      group: The ranks that have the shards.
     """
 
     def __init__(self, initializer: Any, sharding: Sharding, group: ShardGroup) -> None:

@@ -30,10 +30,10 @@ def write_block(held: Any, begin: int, block: np.ndarray, dimension: int = 0) ->
     """Writes a block into a variable of TensorFlow, from a place on along one of its dimensions.
 
     Args:
-      held: eager, of this worker alone.
-      begin: the first row to write; of another dimension, the first column.
-      block: an array of the variable's shape but for that dimension; it is cast to the variable's dtype.
-      dimension: which one it is.
+      held: Eager, of this worker alone.
+      begin: The first row to write; of another dimension, the first column.
+      block: An array of the variable's shape but for that dimension; it is cast to the variable's dtype.
+      dimension: Which one it is.
     """
     size = block.shape[dimension]
     tf.raw_ops.ResourceStridedSliceAssign(
@@ -50,10 +50,10 @@ def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int
     """Writes a part of an array, which may be one in a file, into a Keras variable of this worker, from a row on.
 
     Args:
-      variable: eager, of this worker alone.
-      begin: the variable's first row to write.
-      value: the array.
-      part: slices of the array, of the first dimension and of others.
+      variable: Eager, of this worker alone.
+      begin: The variable's first row to write.
+      value: The array.
+      part: Slices of the array, of the first dimension and of others.
 
     Returns:
       The row after the last one written.

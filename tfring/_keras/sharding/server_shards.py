@@ -25,9 +25,9 @@ class ServerShards:
     """The shards of one optimizer's variables on one server. Implements `tfring.servers.service.ShardStore`.
 
     Args:
-      store: all shards of this server, which optimizers of the same variables share.
-      description: of `describe`, which all servers get.
-      server: the number of this one.
+      store: All shards of this server, which optimizers of the same variables share.
+      description: Of `describe`, which all servers get.
+      server: The number of this one.
     """
 
     def __init__(self, store: MutableMapping[tuple, Any], description: Mapping[str, Any], server: int) -> None:
@@ -175,16 +175,16 @@ def describe(
     """Returns what servers make an optimizer and its shards from: JSON, and no code.
 
     Args:
-      optimizer: of Keras, on a worker.
-      variables: of Keras, those that have gradients.
-      numbers: of these among all that servers hold.
-      are_sparse: whether the gradient of each is IndexedSlices.
-      are_pulled_by_rows: whether each is a table of which workers pull a batch's rows alone.
-      parts: of `tfring.servers.shard_plan.plan`.
-      clips_norms: whether servers clip by norms; else the worker has done it.
+      optimizer: Of Keras, on a worker.
+      variables: Of Keras, those that have gradients.
+      numbers: Of these among all that servers hold.
+      are_sparse: Whether the gradient of each is IndexedSlices.
+      are_pulled_by_rows: Whether each is a table of which workers pull a batch's rows alone.
+      parts: Of `tfring.servers.shard_plan.plan`.
+      clips_norms: Whether servers clip by norms; else the worker has done it.
 
     Raises:
-      ConfigurationError: for an optimizer that servers cannot run.
+      ConfigurationError: For an optimizer that servers cannot run.
     """
     import keras
 

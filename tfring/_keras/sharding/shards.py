@@ -31,9 +31,9 @@ class Shards:
     """This worker's shards of the weights of one optimizer.
 
     Args:
-      ring: the workers.
-      optimizer: of Keras, not built yet.
-      variables: of Keras, to be trained.
+      ring: The workers.
+      optimizer: Of Keras, not built yet.
+      variables: Of Keras, to be trained.
     """
 
     def __init__(self, ring: Ring, optimizer: Any, variables: Sequence[Any]) -> None:

@@ -142,8 +142,8 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
 
     Args:
       kind: "weight" or "slot".
-      shards: the variables of shards, which may be none yet.
-      holder: the layer or the optimizer.
+      shards: The variables of shards, which may be none yet.
+      holder: The layer or the optimizer.
       save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
     """
     writer, cure = "tf.saved_model.save", "load that file in one process, and export there"

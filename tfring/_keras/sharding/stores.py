@@ -13,7 +13,7 @@ class Stored:
     """A large array in a file. An index of slices reads blocks of it, and keeps what they say.
 
     Args:
-      dataset: of h5py.
+      dataset: Of h5py.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -66,9 +66,9 @@ class InitialRows:
     Args:
       parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
         for all of it, and its rows among those of all.
-      sharding: of all together.
-      group: the ranks that have the shards.
-      layer: its name, for errors.
+      sharding: Of all together.
+      group: The ranks that have the shards.
+      layer: Its name, for errors.
     """
 
     def __init__(self, parts: Iterable[Any], sharding: Sharding, group: ShardGroup, layer: str) -> None:

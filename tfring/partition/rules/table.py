@@ -34,11 +34,11 @@ class Walk(Protocol):
     """The walk over a graph, as a rule sees it.
 
     Attributes:
-      rows: the symbols of rows.
-      contents: of each variable that the step has written, what it holds.
-      written_alike: the handles of variables that are written with the value of one process, since nothing makes them
+      rows: The symbols of rows.
+      contents: Of each variable that the step has written, what it holds.
+      written_alike: The handles of variables that are written with the value of one process, since nothing makes them
         the same on all replicas after the step, or a branch or loop reads them.
-      updated: the handles of variables that operations of tfring's own read or write, such as an optimizer's.
+      updated: The handles of variables that operations of tfring's own read or write, such as an optimizer's.
     """
 
     rows: set[str]
@@ -73,8 +73,8 @@ def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
     """Adds a rule for operations of these types to the table.
 
     Args:
-      *types: of the operations.
-      takes_numbers: whether the rule is for numbers of rows, too, which begin at each replica's first: it says which
+      *types: Of the operations.
+      takes_numbers: Whether the rule is for numbers of rows, too, which begin at each replica's first: it says which
         results are such numbers. Any other is given those of the whole batch.
     """
 
