@@ -1,4 +1,4 @@
-"""tfring: trains Keras 3 models on TensorFlow over many processes and machines, round a ring."""
+"""tfring: trains Keras 3 models on TensorFlow over many processes and machines, connected in a ring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfring import imports, seeding
 from tfring._requirements import check_tensorflow
 from tfring._version import __version__
 
-# Public names, loaded when first used, so that `tfring launch` starts without TensorFlow (PEP 562).
+# Public names, loaded on first use, so that `tfring launch` starts without TensorFlow (PEP 562).
 _EXPORTS = {
     "Cluster": "tfring.cluster",
     "ClusterResolver": "tfring.cluster_resolver",
@@ -35,7 +35,7 @@ _EXPORTS = {
     "world_size": "tfring.functions",
 }
 _WITHOUT_TENSORFLOW = ("tfring.cluster", "tfring.functions", "tfring.ring.communicator")
-# `tfring.callbacks.Backup`, without an import of its own.
+# So that `tfring.callbacks.Backup` works without importing `tfring.callbacks`.
 _ROOMS = ("callbacks", "data", "errors", "layers", "notebook", "parallel", "schedules")
 _OF_HOROVOD = (
     *("init", "shutdown", "size", "local_size", "allreduce", "allgather", "broadcast_variables", "Compression"),
@@ -109,12 +109,12 @@ def _load(name: str) -> Any:
         check_tensorflow()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     if _EXPORTS[name] == "tfring.strategy":
-        importlib.import_module("tfring.layers")  # which a file may name: Keras finds what is registered
+        importlib.import_module("tfring.layers")  # registers the layers, so that Keras finds those that a file names
     globals()[name] = value
     return value
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take any name
+if not TYPE_CHECKING:  # a type checker that saw it would accept any name
     __getattr__ = _load
 
 
@@ -122,5 +122,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
+if os.environ.get("TFRING_SEED"):  # for runs without `tfring launch`, whose workers do it before the program begins
     seeding.apply_from_environment(imports.after_import)

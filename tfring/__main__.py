@@ -1,4 +1,4 @@
-"""`python -m tfring` is `tfring`."""
+"""Makes `python -m tfring` the same as `tfring`."""
 
 import sys
 

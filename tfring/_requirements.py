@@ -1,4 +1,4 @@
-"""Checks the versions of TensorFlow and Keras, before an import fails for an unreadable reason."""
+"""Checks the versions of TensorFlow and Keras, before an import fails with an obscure error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import warnings
 
 from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 
-OLDEST = (2, 18)  # the first whose C API has all the ring calls
-NEWEST = (2, 21)  # the last that the tests ran on
+OLDEST = (2, 18)  # the first version whose C API has everything that the ring calls
+NEWEST = (2, 21)  # the last version that the tests ran on
 OLDEST_KERAS = (3, 14)
-NEWEST_KERAS = (3, 15)  # the last that the tests ran on
+NEWEST_KERAS = (3, 15)  # the last version that the tests ran on
 
 NO_TENSORFLOW = """\
 tfring trains on TensorFlow, and there is none in this environment. Type one of:
@@ -22,9 +22,9 @@ def check_tensorflow() -> None:
     """Imports TensorFlow and checks its version.
 
     Raises:
-      UnsupportedTensorFlowError: There is none, or it is older than `OLDEST`. The message has the line to type.
+      UnsupportedTensorFlowError: If TensorFlow is missing or older than `OLDEST`. The message has the line to type.
 
-    Warns of a version newer than `NEWEST`, once.
+    Warns once about a version newer than `NEWEST`.
     """
     if importlib.util.find_spec("tensorflow") is None:
         raise UnsupportedTensorFlowError(NO_TENSORFLOW)
@@ -34,7 +34,7 @@ def check_tensorflow() -> None:
 
 
 def check_version(version: str, *, warn: bool = True) -> None:
-    """Checks the text of a version; see `check_tensorflow`.
+    """Checks a version string of TensorFlow; see `check_tensorflow`.
 
     >>> check_version("2.18.0")
     """
@@ -53,10 +53,10 @@ def check_version(version: str, *, warn: bool = True) -> None:
 
 
 def check_keras(version: str) -> None:
-    """Checks the text of a version of Keras; warns of one newer than `NEWEST_KERAS`.
+    """Checks a version string of Keras; warns about a version newer than `NEWEST_KERAS`.
 
     Raises:
-      ConfigurationError: It is older than `OLDEST_KERAS`.
+      ConfigurationError: If it is older than `OLDEST_KERAS`.
 
     >>> check_keras("3.14.0")
     """

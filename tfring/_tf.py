@@ -1,9 +1,9 @@
-"""The one file that imports `tensorflow.python.*` and uses what TensorFlow keeps private: each with the reason.
+"""The only file that imports `tensorflow.python.*` and uses private parts of TensorFlow, each with the reason.
 
-A new TensorFlow release should touch this file and, where it calls its strategies by other hooks, strategy/extended.py.
+A new TensorFlow release should only affect this file and, if it calls strategies by other hooks, strategy/extended.py.
 """
 
-# ruff: noqa: F401 - other files use what is imported here
+# ruff: noqa: F401 - other files use these imports
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tensorflow.core.framework import (
     full_type_pb2,  # kinds of variants
 )
 
-# Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
-from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on, within what turned it off
+# Comments say why each is needed. `tf.distribute` has no public way to write a strategy outside of TensorFlow.
+from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on where it was turned off
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
@@ -44,7 +44,7 @@ from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: 
 from tensorflow.python.data.util import random_seed as data_random_seed  # seeds of unseeded tf.data shuffles
 from tensorflow.python.data.util import structure as _structure  # arguments of a map as flat tensors
 from tensorflow.python.distribute import (
-    collective_all_reduce_strategy as _mwms,  # the class Keras asks for, and its Extended
+    collective_all_reduce_strategy as _mwms,  # the class that Keras checks for, and its Extended
 )
 from tensorflow.python.distribute import collective_util as _collective_util  # its communication options
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops  # helpers of CrossDeviceOps
@@ -57,28 +57,28 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute import mirrored_run as _mirrored_run  # the context of one of several replicas
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
-from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
+from tensorflow.python.distribute import values_util as _values_util  # marks functions that a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
 from tensorflow.python.eager import lift_to_graph as _lift_to_graph  # initial values out of a function
-from tensorflow.python.eager import record as _record  # what gradient tapes watch
+from tensorflow.python.eager import record as _record  # tensors that gradient tapes watch
 from tensorflow.python.eager.polymorphic_function import (
-    autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
+    autograph_util as _autograph_util,  # AutoGraph's conversion of a tf.function's Python function
 )
-from tensorflow.python.framework import func_graph as _func_graph  # functions' graphs
-from tensorflow.python.framework import kernels as _kernels  # for which devices operations have them
+from tensorflow.python.framework import func_graph as _func_graph  # graphs of functions
+from tensorflow.python.framework import kernels as _kernels  # devices for which operations have kernels
 from tensorflow.python.framework import none_tensor as _none_tensor  # the spec of an input that is None
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import (
     collective_ops,  # communication="tensorflow"
-    nn_impl_distribute,  # which defines what `tf.nn` divides losses by
+    nn_impl_distribute,  # defines the number by which `tf.nn` divides losses
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops import gen_dataset_ops as dataset_kernels  # shuffles with a generator of seeds
 from tensorflow.python.ops import handle_data_util as _handle_data  # items of TensorLists
-from tensorflow.python.ops import op_selector as _op_selector  # the error of what cannot be lifted
+from tensorflow.python.ops import op_selector as _op_selector  # the error for tensors that cannot be lifted
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable that no strategy mirrors
 
 from tfring.setting import setting
 
@@ -92,18 +92,18 @@ mark_as_unsaveable = _values_util.mark_as_unsaveable
 simple_broadcast = _cross_device_ops.simple_broadcast
 devices_of = _cross_device_ops.get_devices_from
 aggregate_slices = _cross_device_utils.aggregate_tensors_or_indexed_slices
-# Types of operations that hand on their input, in another shape or dtype at most.
+# Types of operations that return their input, at most in another shape or dtype.
 PASSES_ON = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
 # Types of operations that leave a variable, or a table, as it is.
 READS = (
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp", "Identity"),
     *("LookupTableFindV2", "LookupTableSizeV2"),
 )
-_MAX_GRAPH_BYTES = 64 << 20  # of arrays, which the graph of a dataset is several times as large as
+_MAX_GRAPH_BYTES = 64 << 20  # of arrays; the graph of a dataset is several times as large as its arrays
 
 
 class DatasetStep(NamedTuple):
-    """The last step of a `tf.data` pipeline: what it is, its arguments, and the dataset before it."""
+    """The last step of a `tf.data` pipeline: its kind, its arguments, and the dataset before it."""
 
     dataset: Any
     kind: str
@@ -112,9 +112,9 @@ class DatasetStep(NamedTuple):
 
 
 def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
-    """The last step of a pipeline; of kind "other" where it is none that tfring can make again on other rows.
+    """Returns the last step of a pipeline, with kind "other" if tfring cannot repeat it on other rows.
 
-    A dataset has no public way to say what it was made by.
+    There is no public way to find out how a dataset was made.
     """
 
     def scalar(name: str) -> Any:
@@ -161,7 +161,7 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
 
 
 def last_steps(dataset: tf.data.Dataset, belongs: Callable[[DatasetStep], bool]) -> tuple[list[DatasetStep], Any]:
-    """Returns the last steps of a pipeline, as far as these belong, in order, and the dataset before them."""
+    """Returns the last steps of a pipeline for which `belongs` is True, in order, and the dataset before them."""
     steps: list[DatasetStep] = []
     while belongs(step := dataset_step(dataset)):
         steps.insert(0, step)
@@ -181,12 +181,12 @@ def _skeleton_of_reads() -> list:
 
 
 def _skeleton(graph: Any) -> list:
-    """Returns the operations of a graph, with its constant texts."""
+    """Returns the operations of a graph, with its constant strings."""
     return [(node.op, [*node.attr["value"].tensor.string_val]) for node in nodes_of(graph)]
 
 
 def nodes_of(graph: Any) -> list:
-    """Returns the operations of a graph and of the functions that it calls, as NodeDef."""
+    """Returns the operations of a graph and of the functions that it calls, as NodeDefs."""
     definition = graph.as_graph_def()
     return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
 
@@ -197,9 +197,9 @@ def reads_in_turn(reads: Any) -> bool:
 
 
 def interleaved_like(like: Any, dataset: tf.data.Dataset, function: Any) -> Any:
-    """Returns what `function` makes of the elements of `dataset`, in the order of `like`, a `flat_map` or `interleave`.
+    """Maps `function` over the elements of `dataset`, in the order of `like`, a `flat_map` or `interleave`.
 
-    That order is one, even where `like` leaves it open. There is no public way to have the interleaving of
+    The order is deterministic, even if that of `like` is not. There is no public way to get the interleaving of
     `TFRecordDataset(num_parallel_reads=2)`.
     """
     if reads_in_turn(like):
@@ -214,24 +214,24 @@ def interleaved_like(like: Any, dataset: tf.data.Dataset, function: Any) -> Any:
 
 
 def datasets_before(dataset: tf.data.Dataset) -> list:
-    """The datasets that a dataset was made from; there is no public way up a pipeline."""
+    """Returns the datasets that a dataset was made from. There is no public way up a pipeline."""
     return dataset._inputs()
 
 
 def pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields a dataset and all that it was made from."""
+    """Yields a dataset and all datasets that it was made from."""
     yield dataset
     for before in datasets_before(dataset):
         yield from pipeline(before)
 
 
 def leaves_order_open(dataset: tf.data.Dataset) -> bool:
-    """Returns True if a `map` or `batch` of a pipeline has `deterministic=False`; an `interleave` does not keep it."""
+    """Returns True if a `map` or `batch` of a pipeline has `deterministic=False`. An `interleave` does not store it."""
     return any(getattr(each, "_deterministic", None) == "false" for each in pipeline(dataset))
 
 
 def static_batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Returns the size of a `batch` or `padded_batch` that drops the remainder, where that is a dataset's last step."""
+    """Returns the size of a `batch` or `padded_batch` that drops the remainder, if it is a dataset's last step."""
     if not getattr(dataset, "_drop_remainder", False):
         return None
     sizes = [getattr(dataset, name, None) for name in ("_drop_remainder", "_batch_size")]
@@ -240,12 +240,12 @@ def static_batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def set_element_spec(batched: tf.data.Dataset, spec: Any) -> None:
-    """Has a dataset that `batch` has made say this of its elements, of which it must be true."""
+    """Sets the element spec of a dataset that `batch` has made. The spec must be true of its elements."""
     batched._structure = spec
 
 
 def graphs_of(dataset: tf.data.Dataset) -> list:
-    """The graphs of the functions that the last step of a pipeline calls."""
+    """Returns the graphs of the functions that the last step of a pipeline calls."""
     return [function.function.graph for function in dataset._functions()]
 
 
@@ -256,22 +256,22 @@ def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
 
 
 def graph_of_function(graph: Any, name: str) -> Any:
-    """Returns the graph of a function that an operation names: a loop's body, a branch; None of one of TensorFlow 1."""
+    """Returns the graph of a function that an operation names (a loop's body, a branch); None for TensorFlow 1 ones."""
     return getattr(graph._get_function(name), "graph", None)
 
 
 def is_of_backward_pass(op: Any) -> bool:
-    """Returns True if an operation was made while TensorFlow differentiated."""
+    """Returns True if an operation was created while TensorFlow computed gradients."""
     return any(frame.filename.endswith(("/imperative_grad.py", "/gradients_util.py")) for frame in op.traceback or ())
 
 
 def scratch_graph() -> contextlib.AbstractContextManager:
-    """In here operations are made in a graph that is not run."""
+    """Returns a context in which operations are created in a graph that is not run."""
     return _func_graph.FuncGraph("scratch").as_default()
 
 
 def set_attribute(op: Any, name: str, text: str) -> None:
-    """Gives an operation a text that goes along with it where its graph is copied; its name begins with `_`."""
+    """Sets a string attribute of an operation, which copies of its graph keep; its name must begin with `_`."""
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
 
 
@@ -287,17 +287,17 @@ def spec_of_items(tensor_list: tf.Tensor) -> tf.TensorSpec | None:
 
 
 def update_input(op: Any, index: int, tensor: tf.Tensor) -> None:
-    """Gives an operation of a graph that is being built another input."""
+    """Replaces an input of an operation in a graph that is being built."""
     op._update_input(index, tensor)
 
 
 def add_control_inputs(op: Any, before: list) -> None:
-    """Has an operation of a graph that is being built wait for others."""
+    """Makes an operation in a graph that is being built wait for others."""
     op._add_control_inputs(before)
 
 
 def is_stateful(op: str) -> bool:
-    """Returns whether an operation of this type may give something else each time."""
+    """Returns whether an operation of this type may return a different result each time."""
     definition = _op_def_registry.get(op)
     return definition is None or definition.is_stateful
 
@@ -309,27 +309,27 @@ def seeds_of(dataset: tf.data.Dataset) -> list[int]:
 
 
 def call_map_function(function: Any, element: Any) -> Any:
-    """Calls the function that a map was traced to, without tracing again; `element` as the map's input has it."""
+    """Calls the traced function of a map without tracing it again; `element` is structured as the map's input."""
     flat = _structure.to_tensor_list(function._input_structure, element)
     return _structure.from_compatible_tensor_list(function.output_structure, list(function.function(*flat)))
 
 
 def packed(spec: Any, element: Any) -> Any:
-    """Returns an element of this spec as one scalar variant, so that elements of many shapes make a batch."""
+    """Returns an element of this spec as one scalar variant, so that elements of different shapes can be batched."""
     return tf.raw_ops.OptionalFromValue(components=_structure.to_tensor_list(spec, element))
 
 
 def unpacked(spec: Any, variant: Any) -> Any:
-    """Returns the element of which `packed` made a variant."""
+    """Returns the element that `packed` turned into a variant."""
     types, shapes = _structure.get_flat_tensor_types(spec), _structure.get_flat_tensor_shapes(spec)
     flat = tf.raw_ops.OptionalGetValue(optional=variant, output_types=types, output_shapes=shapes)
     return _structure.from_compatible_tensor_list(spec, list(flat))
 
 
 def shuffled_like(like: Any, dataset: tf.data.Dataset) -> Any:
-    """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`.
+    """Returns `dataset` in the order that the shuffle `like` gives to its input. `shuffle` does not accept its seeds.
 
-    Iterators over both take the seeds of their orders from one generator in turn, where it can be had.
+    Iterators over both datasets draw the seeds of their orders from one generator in turn, if it is available.
     """
     generator = _seed_generator_of(like)
     variant = tf.raw_ops.ShuffleDatasetV3(
@@ -342,12 +342,12 @@ def shuffled_like(like: Any, dataset: tf.data.Dataset) -> Any:
         **dataset._flat_structure,
     )
     result = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    result._tfring_input, result._tfring_like = dataset, like  # which have to live as long
+    result._tfring_input, result._tfring_like = dataset, like  # they have to live as long as the result
     return result
 
 
 def shuffled_with_generator(shuffle_dataset_v3: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the operation of `Dataset.shuffle` with a generator of seeds that `shuffled_like` finds again."""
+    """Calls the operation of `Dataset.shuffle` with a generator of seeds that `shuffled_like` can find."""
     if not tf.executing_eagerly() or not kwargs.get("reshuffle_each_iteration"):
         return shuffle_dataset_v3(*args, **kwargs)
     seeds = {name: kwargs[name] for name in ("seed", "seed2")}
@@ -358,10 +358,10 @@ def shuffled_with_generator(shuffle_dataset_v3: Any, *args: Any, **kwargs: Any) 
 
 
 def _seed_generator_of(shuffle: Any) -> Any:
-    """Returns a handle to the generator of a shuffle's seeds, None where it cannot be had.
+    """Returns a handle to the generator of a shuffle's seeds; None if it is not available.
 
-    Without `shuffled_with_generator` its name is in the dataset's graph alone, which holds the arrays of the pipeline.
-    The kernel looks it up by container and name, whatever kind of resource a handle is of.
+    Without `shuffled_with_generator` its name is only in the dataset's graph, which contains the arrays of the
+    pipeline. The kernel looks it up by container and name, whatever the resource type of the handle.
     """
     if (known := getattr(shuffle._variant_tensor, "_tfring_generator", None)) is not None:
         return known.handle
@@ -385,16 +385,16 @@ def _bytes_of_slices(dataset: tf.data.Dataset) -> int:
     return sum(tensor.dtype.size * int(tf.size(tensor)) for tensor in tensors)
 
 
-# -- distributed datasets; only a strategy of TensorFlow's own can make them -------------------------------------------
+# -- distributed datasets; only TensorFlow's own strategies can create them --------------------------------------------
 
 
 def workers_of_one_iterator(extended: Any) -> Any:
-    """InputWorkers by which one iterator serves all replicas of this worker."""
+    """Returns InputWorkers with which one iterator serves all replicas of this worker."""
     return input_lib.InputWorkers([(extended._worker_device, extended.worker_devices[:1])])
 
 
 def workers_by_options(extended: Any, options: Any) -> Any:
-    """InputWorkers as TensorFlow itself makes them."""
+    """Returns InputWorkers as TensorFlow itself creates them."""
     return extended._input_workers_with_options(options)
 
 
@@ -414,15 +414,16 @@ def distributed_dataset(
 
     Args:
       dataset: A `tf.data.Dataset`.
-      input_workers: Its workers.
-      strategy: A strategy of TensorFlow's.
+      input_workers: The InputWorkers of the dataset.
+      strategy: A strategy of TensorFlow.
       options: `tf.distribute.InputOptions`.
-      cardinality: In global batches, also with several replicas a worker.
-      one_value_a_worker: Whether an element is one value, whatever number of replicas a worker has.
-      then: Computes what the iterators yield, `then(element, is_drawn)`, in the graph that draws it, so that the
-        pipeline has no function for it; hashable. None if they yield the elements.
-      then_spec: `(of the elements, of what then returns)`.
-      next_pass: Returns the dataset of each iterator after the first, as `dataset`; None where that serves all.
+      cardinality: Number of global batches, also with several replicas per worker.
+      one_value_a_worker: Whether an element is one value, whatever the number of replicas of a worker.
+      then: A hashable function `then(element, is_drawn)`, whose result the iterators yield. It is computed in the graph
+        that draws the element, so that the pipeline has no function for it. None if they yield the elements.
+      then_spec: A tuple of the spec of the elements and the spec of the result of `then`.
+      next_pass: A function that returns the dataset of each iterator after the first, instead of `dataset`; None if
+        `dataset` serves all iterators.
     """
     kind = input_lib.DistributedDataset if then is None else _DatasetAndThen
     result = kind(
@@ -443,7 +444,7 @@ def distributed_dataset(
 
 
 class _DatasetAndThen(input_lib.DistributedDataset):
-    """A distributed dataset, and what is computed of each element when it is drawn."""
+    """A distributed dataset with a function that is computed of each element when it is drawn."""
 
     has_begun = False
 
@@ -465,7 +466,7 @@ class _DatasetAndThen(input_lib.DistributedDataset):
 
 
 class _IteratorAndThenSpec(input_lib.DistributedIteratorSpec):
-    """The spec of an iterator and of what is computed of its elements."""
+    """The spec of an `_IteratorAndThen`, which includes the function that is computed of its elements."""
 
     def __init__(self, then: Callable, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -511,35 +512,35 @@ class _IteratorAndThen(input_lib.DistributedIterator):
         )
 
     def get_next(self, name: str | None = None) -> Any:
-        """Returns what is computed of the next element, or raises OutOfRangeError."""
+        """Returns the result of `then` for the next element, or raises OutOfRangeError."""
         [element] = next_or_error(self)
         return self.of(element, True)
 
     def of(self, element: Any, is_drawn: Any) -> Any:
-        """Returns what is computed of an element, in a graph."""
+        """Returns the result of `then` for an element, in a graph."""
         with tf.device(self._input_workers.worker_devices[0]):
             return _computed(self.then, element, is_drawn, self.spec_of_next)
 
     @property
     def spec_of_next(self) -> Any:
-        """Returns the spec of what is drawn."""
+        """The spec of the drawn elements."""
         return tf.nest.map_structure(spec_of_a_replica, self._element_spec)
 
 
-_functions: dict = {}  # of `then`
+_functions: dict = {}  # the tf.functions of `then`
 
 
 def _computed(then: Callable, element: Any, is_drawn: Any, spec: Any) -> Any:
-    """Returns `then(element, is_drawn)`, by a function that is traced once for equal `then` and `spec`.
+    """Returns `then(element, is_drawn)`, computed by a function that is traced once for equal `then` and `spec`.
 
-    Steps that train, test and predict call it, and those of other models.
+    The training, test and prediction steps of all models share this function.
     """
     function = _function_of(then, then, spec, _functions, tf.TensorSpec([], tf.bool))
     return function(*_tensors(element), tf.convert_to_tensor(is_drawn))
 
 
 def _tensors(element: Any) -> list:
-    """Returns the tensors of an element, as the components of its spec; there are none of an input that is None."""
+    """Returns the tensors of an element, as the components of its spec; an input that is None has no tensors."""
     return [tensor for tensor in tf.nest.flatten(element, expand_composites=True) if tensor is not None]
 
 
@@ -547,11 +548,11 @@ def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *mo
     """Returns a tf.function of an element's tensors and of more tensors, traced once for equal `then` and `spec`.
 
     Args:
-      body: Takes the element and the other tensors.
-      then: A part of the key.
-      spec: Of the element.
-      functions: Those there are; a new one is added.
-      *more: The specs of the other tensors.
+      body: A function of the element and the other tensors.
+      then: A part of the cache key.
+      spec: Spec of the element.
+      functions: A cache of existing functions, to which a new one is added.
+      *more: Specs of the other tensors.
     """
     key = (then, tuple(tf.nest.flatten(spec)), repr(tf.nest.map_structure(lambda _: None, spec)))
     if key not in functions:
@@ -566,7 +567,7 @@ def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *mo
 
 
 def computes_after_draw(iterator: Any) -> bool:
-    """Returns True if an iterator computes something of what it has drawn."""
+    """Returns True if an iterator computes a function of the elements it draws."""
     return isinstance(iterator, _IteratorAndThen)
 
 
@@ -574,9 +575,9 @@ def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
     """Returns a tf.function of the tensors that `tensors_of_next` returns.
 
     Args:
-      iterator: One that computes something of what it has drawn.
-      body: Takes what the iterator computes.
-      functions: Those there are of this body; a new one is added.
+      iterator: An iterator that computes a function of the elements it draws.
+      body: A function of the result that the iterator computes.
+      functions: A cache of the existing functions of this body, to which a new one is added.
     """
     then, spec, [device] = iterator.then, iterator.spec_of_next, iterator._input_workers.worker_devices
 
@@ -589,10 +590,10 @@ def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
 
 
 def concrete(function: Any) -> Callable[..., Any]:
-    """Returns what calls a tf.function of tensors that has a signature, without a look at their types each time.
+    """Wraps a tf.function of tensors that has a signature, to call it without checking their types each time.
 
-    A call of a small function takes a tenth of a millisecond less. The first is one of `tf.function`, in which the
-    function may make variables.
+    A call of a small function takes a tenth of a millisecond less. The first call is that of `tf.function`, in which
+    the function may create variables.
     """
     traced: list = []
 
@@ -608,9 +609,9 @@ def concrete(function: Any) -> Callable[..., Any]:
 
 
 def tensors_of_next(iterator: Any) -> list:
-    """Returns the tensors of what a worker's iterator draws next, before anything is computed of it.
+    """Returns the tensors of the element that a worker's iterator draws next, before anything is computed of it.
 
-    At the end of this worker's data it raises OutOfRangeError.
+    Raises OutOfRangeError at the end of this worker's data.
     """
     [element] = next_or_error(iterator)
     return _tensors(element)
@@ -622,13 +623,14 @@ def set_cardinality(distributed: Any, cardinality: int) -> None:
 
 
 def next_or_dummy(iterator: Any) -> tuple:
-    """`(elements, have_value)` of a worker's iterator, and whether each is one, or zeros at its end.
+    """Returns `(elements, have_value)` of a worker's iterator: whether each is an element, or zeros at its end.
 
-    Where no shape is static but the last dimensions, zeros have no rows; TensorFlow's own forget static first ones.
+    If only the last dimensions of a shape are static, zeros have no rows. TensorFlow's own zeros forget static first
+    dimensions.
     """
     elements, have_value = [], []
     computes = isinstance(iterator, _IteratorAndThen)
-    # What is drawn may be all rows: on a GPU, where TensorFlow places what no device is said of, they would be copied.
+    # An element may contain all rows. Without a device, TensorFlow would place them on a GPU, and so copy them.
     with tf.device(iterator._input_workers.worker_devices[0]) if computes else contextlib.nullcontext():
         for optional in iterator._iterators[0].get_next_as_optional_list():
             have_value.append(optional.has_value())
@@ -652,19 +654,19 @@ def _zeros(spec: Any) -> Any:
 
 
 def draw(iterator: Any) -> None:
-    """Throws away the next element of this worker's iterator, without a word where there is none."""
+    """Discards the next element of this worker's iterator; does nothing if there is none."""
     iterator._iterators[0].get_next_as_optional_list()
 
 
 def next_or_error(iterator: Any) -> list:
-    """The elements of a worker's iterator; at its end it raises OutOfRangeError."""
+    """Returns the next elements of a worker's iterator; raises OutOfRangeError at its end."""
     return iterator._iterators[0].get_next_as_list()
 
 
 def next_of_worker(iterator: Any) -> Any:
-    """Returns the next element of this worker's iterator as `next(iterator)` does, which asks the other workers first.
+    """Returns the next element of this worker's iterator as `next(iterator)` does, but without asking other workers.
 
-    At the end of this worker's data it raises OutOfRangeError.
+    Raises OutOfRangeError at the end of this worker's data.
     """
     if isinstance(iterator, _IteratorAndThen):
         return iterator.get_next()
@@ -672,20 +674,20 @@ def next_of_worker(iterator: Any) -> Any:
 
 
 def element_spec(distributed: Any) -> Any:
-    """Returns what a distributed dataset holds; its `element_spec` forgets sizes of constants and dies of Optionals."""
+    """Returns the spec of a distributed dataset. Its own `element_spec` loses constant sizes and fails on Optionals."""
     if isinstance(distributed, _DatasetAndThen):
         return distributed.then_spec
     return getattr(distributed, "_element_spec", None) or distributed.element_spec
 
 
 def spec_of_a_replica(spec: Any) -> Any:
-    """Returns the spec of each replica's value of a `PerReplicaSpec`; any other spec as it is."""
+    """Returns the spec of each replica's value in a `PerReplicaSpec`, or any other spec as it is."""
     return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 
-PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` makes; the public type is an interface
+PolymorphicFunction = type(tf.function(lambda: None))  # the class of a `tf.function`; the public type is an interface
 
 
 def is_compiled_by_xla(function: Any) -> bool:
@@ -694,7 +696,7 @@ def is_compiled_by_xla(function: Any) -> bool:
 
 
 def name_squeezed_dimensions(graph: tf.Graph) -> None:
-    """Has each `tf.squeeze` without an axis remove the dimensions that are 1 as it is traced, and no others later."""
+    """Makes each `tf.squeeze` without an axis remove only dimensions that are 1 when it is traced, no others later."""
     for op in graph.get_operations():
         if op.type == "Squeeze" and not op.get_attr("squeeze_dims") and op.inputs[0].shape.rank is not None:
             ones = [axis for axis, size in enumerate(op.inputs[0].shape) if size == 1]
@@ -732,12 +734,12 @@ def has_xla_kernel(op_type: str) -> bool:
 
 @functools.cache
 def _initialize_xla() -> None:
-    """Has XLA list its kernels, as it does before it first compiles."""
+    """Makes XLA register its kernels, as it does before it compiles for the first time."""
     tf.function(tf.identity, jit_compile=True)(0)
 
 
 def call_unwrapped(function: Any, args: Any, kwargs: Any) -> Any:
-    """Calls what a `tf.function` traces, by AutoGraph where it asks for it, in the graph that is being built."""
+    """Calls the Python function of a `tf.function`, with AutoGraph if it uses that, in the graph being built."""
     python_function = function.python_function
     status = _ag_ctx.Status.DISABLED
     if function._autograph:
@@ -753,7 +755,7 @@ def call_unwrapped(function: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def cross_replica_context(strategy: Any) -> Iterator[None]:
-    """In here this thread is in the cross-replica context, which TensorFlow enters by `merge_call` alone."""
+    """Enters the cross-replica context in this thread, which TensorFlow enters only with `merge_call`."""
     distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
     try:
         yield
@@ -762,32 +764,32 @@ def cross_replica_context(strategy: Any) -> Iterator[None]:
 
 
 def traced_summaries() -> contextlib.AbstractContextManager:
-    """In here each replica traces `tf.summary`, of which the first alone writes: all have one graph."""
+    """Makes each replica trace `tf.summary`, though only the first one writes, so that all have the same graph."""
     def is_first() -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        # Which replica it is must not be known while the step is traced.
+        # The replica's number must not be a constant while the step is traced.
         return tf.compat.v1.placeholder_with_default(tf.equal(context.replica_id_in_sync_group, 0), [])
 
     return setting(_summary_ops._summary_state, "is_recording_distribution_strategy", is_first)
 
 
 def note_replicas(variable: Any) -> None:
-    """Has `variable_of_replicas` know handles that TensorFlow does not: of variables made in a trace."""
+    """Registers handles for `variable_of_replicas` that TensorFlow does not: of variables created in a trace."""
     for copy in variable.values:
         copy.handle._distributed_container = weakref.ref(variable)
 
 
 def variable_of_replicas(handle: Any) -> Any:
-    """The distributed variable of whose copies a handle is one; None where it is of none."""
+    """Returns the distributed variable that the handle of a copy belongs to; None if there is none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
 
 
 def shared_tensor(array: Any) -> tf.Tensor:
-    """Returns a tensor on the CPU that shares the memory of a NumPy array, which begins at a multiple of 64 bytes.
+    """Returns a tensor on the CPU that shares the memory of a NumPy array, which must begin at a multiple of 64 bytes.
 
-    `tf.convert_to_tensor` copies an array, for it may be changed later; this is how it makes a tensor of the copy. The
-    array lives as long as the tensor. One at another address is copied.
+    `tf.convert_to_tensor` copies an array, because it may be changed later, and then makes a tensor of the copy in this
+    way. The array lives as long as the tensor. An array at another address is copied.
     """
     eager_context.ensure_initialized()
     with tf.device("CPU:0"):
@@ -795,12 +797,12 @@ def shared_tensor(array: Any) -> tf.Tensor:
 
 
 def mapped(dataset: tf.data.Dataset, function: Any, num_parallel_calls: int | None = None) -> tf.data.Dataset:
-    """Returns `dataset.map(function)`, in order; `map` would trace the function again.
+    """Returns `dataset.map(function)`, in order, without tracing the function again as `map` would.
 
     Args:
-      dataset: Of tensors.
+      dataset: A dataset of tensors.
       function: A ConcreteFunction of its elements, which takes and returns tensors, and captures none.
-      num_parallel_calls: As of `map`.
+      num_parallel_calls: See `tf.data.Dataset.map`. Defaults to None.
     """
     spec = function.structured_outputs
     outputs = tf.nest.flatten(spec)
@@ -819,15 +821,15 @@ def mapped(dataset: tf.data.Dataset, function: Any, num_parallel_calls: int | No
         calls = tf.constant(num_parallel_calls, tf.int64)
         variant = tf.raw_ops.ParallelMapDatasetV2(**common, num_parallel_calls=calls, deterministic="true")
     result = tf.data.experimental.from_variant(variant, tf.nest.map_structure(tf.TensorSpec.from_tensor, spec))
-    result._tfring_dataset = dataset, function  # both live as long
+    result._tfring_dataset = dataset, function  # both have to live as long as the result
     return result
 
 
 def unbatched(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset.unbatch()` of dense tensors, without the map by which that makes tensors dense.
+    """Returns `dataset.unbatch()` for dense tensors, without the map with which `unbatch` makes tensors dense.
 
     Args:
-      dataset: Of tensors, in any structure.
+      dataset: A dataset of tensors, in any structure.
     """
     spec = tf.nest.map_structure(lambda batch: tf.TensorSpec(batch.shape[1:], batch.dtype), dataset.element_spec)
     variant = tf.raw_ops.UnbatchDataset(
@@ -836,23 +838,23 @@ def unbatched(dataset: tf.data.Dataset) -> tf.data.Dataset:
         output_shapes=[row.shape for row in tf.nest.flatten(spec)],
     )
     result = tf.data.experimental.from_variant(variant, spec)
-    result._tfring_dataset = dataset  # lives as long
+    result._tfring_dataset = dataset  # has to live as long as the result
     return result
 
 
 def has_run() -> bool:
-    """Returns whether TensorFlow has run something in this process, after which its runtime joins no cluster."""
+    """Returns whether TensorFlow has run something in this process; its runtime can then no longer join a cluster."""
     return eager_context.context()._context_handle is not None
 
 
 def is_in_another_graph() -> bool:
-    """Returns whether a replica is about to merge from a graph within its own, such as that of a branch."""
-    graph = getattr(threading.current_thread(), "graph", None)  # of TensorFlow's thread of a replica
+    """Returns whether a replica is about to merge from a graph inside its own graph, such as that of a branch."""
+    graph = getattr(threading.current_thread(), "graph", None)  # an attribute of TensorFlow's replica threads
     return graph is not None and graph is not tf.compat.v1.get_default_graph()
 
 
 def eager_context_address() -> int:
-    """Returns the address of the TFE_Context of this process, as the eager C API takes it."""
+    """Returns the address of the TFE_Context of this process, for the eager C API."""
     context = eager_context.context()
     context.ensure_initialized()
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -861,14 +863,14 @@ def eager_context_address() -> int:
 
 
 def is_watched(tensors: Sequence[Any]) -> bool:
-    """Returns True if a gradient tape that records watches one of these tensors, or what it comes from."""
+    """Returns True if a recording gradient tape watches one of these tensors, or a tensor it was computed from."""
     return bool(_record.should_record_backprop(list(tensors)))
 
 
 def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
-    """Returns a tensor that a tape takes for a function of `others`, too; no gradient flows back to those.
+    """Returns a copy of a tensor that a tape treats as a function of `others`, too, without a gradient for `others`.
 
-    So it asks for the gradient of what made `others` after that of what uses the result.
+    The tape thus computes the gradient of the operations that made `others` after that of users of the result.
     """
     with _record.stop_recording():
         result = tf.identity(tensor)
@@ -878,7 +880,7 @@ def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
 
 
 def with_gradient(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `forward`, of one tensor, with `backward` as the way back of the gradient of its first result."""
+    """Returns `forward`, a function of one tensor, with `backward` as the gradient function of its first result."""
 
     @tf.custom_gradient
     def function(value: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
@@ -888,7 +890,7 @@ def with_gradient(forward: Callable[[Any], Any], backward: Callable[[Any], Any])
 
 
 def stop_recording() -> Any:
-    """Returns a context in which no gradient tape of this thread records; tapes have it for themselves alone."""
+    """Returns a context in which no gradient tape of this thread records; the public one is of a single tape."""
     return _record.stop_recording()
 
 
@@ -898,12 +900,12 @@ def is_function_graph(graph: Any) -> bool:
 
 
 def is_branch_or_body(graph: Any) -> bool:
-    """Returns True for the graph of a branch of `tf.cond` or of a body of `tf.while_loop`, but not of a gradient."""
+    """Returns True for the graph of a branch of `tf.cond` or of the body of `tf.while_loop`, but not of a gradient."""
     return type(graph) in (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)
 
 
 def captured_from_around(tensor: tf.Tensor) -> Any:
-    """Returns an eager tensor as the gradient of a branch or a loop may take it: by way of the graphs around."""
+    """Returns an eager tensor as the gradient of a branch or a loop can use it: captured through the outer graphs."""
     return _captured(tensor, framework_ops.get_default_graph())
 
 

@@ -1,4 +1,4 @@
-"""A cluster of tfring, as `tf.distribute` asks for one."""
+"""Presents a cluster of tfring as a resolver of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tfring.cluster.launch_variables import release_listener
 
 
 class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """Tells a strategy of TensorFlow who is in the cluster, from any source that tfring knows.
+    """Describes the cluster to a strategy of TensorFlow, from any source that tfring knows.
 
     ```python
     strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=tfring.ClusterResolver())
     ```
 
-    Every rank is a task of the job "worker"; rank 0 is worker 0, which TensorFlow takes for the chief. A process that
+    Every rank is a task of the job "worker". Rank 0 is worker 0, which TensorFlow treats as the chief. A process that
     is alone has an empty cluster and no task.
 
     Args:
-      cluster: A `tfring.Cluster`; by default what `RingStrategy()` would find.
-      release_port: Whether to give up the socket that tfring may hold at this worker's address, so that TensorFlow's
-        server can listen there. `RingStrategy`, which listens at it itself, does not.
+      cluster: A `tfring.Cluster`. Defaults to the cluster that `RingStrategy()` would find.
+      release_port: Whether to close the socket that tfring may hold at this worker's address, so that TensorFlow's
+        server can listen there. `RingStrategy` passes False, as it listens there itself. Defaults to True.
 
     Attributes:
       cluster: The `tfring.Cluster`.
-      rpc_layer: "grpc"; may be set.
+      rpc_layer: The name of the RPC layer, "grpc". It can be set.
 
     >>> resolver = ClusterResolver(Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1))
     >>> resolver.cluster_spec().as_dict()
@@ -45,11 +45,11 @@ class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._task_id = None if self._is_alone else cluster.rank
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
-        """One job, "worker", of all ranks; empty where this process is alone."""
+        """Returns a spec with one job, "worker", of all ranks; an empty spec if this process is alone."""
         return tf.train.ClusterSpec({} if self._is_alone else {"worker": list(self.cluster.addresses)})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The URL of a task, by default of this one; empty where this process is alone."""
+        """Returns the URL of a task, by default of this process's task; an empty string if this process is alone."""
         if self._is_alone:
             return ""
         task_type = self.task_type if task_type is None else task_type
@@ -61,6 +61,6 @@ class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """This worker's GPUs, as every worker has the same number; TensorFlow is not started for it."""
+        """Returns the number of this worker's GPUs, the same on every worker, without starting TensorFlow."""
         gpus = tf.config.list_physical_devices("GPU")
         return {"GPU": sum(len(tf.config.get_logical_device_configuration(gpu) or [gpu]) for gpu in gpus)}

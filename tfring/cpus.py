@@ -1,4 +1,4 @@
-"""Shares a host's CPUs out among its workers; with TensorFlow's defaults each would take all of them."""
+"""Divides a host's CPUs among its workers; with TensorFlow's defaults each worker would use all of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Iterator, Mapping
 
 from tfring.errors import ConfigurationError
 
-_MIN_INTER_OP_THREADS = 2  # a collective keeps a thread while it waits for other ranks
+_MIN_INTER_OP_THREADS = 2  # a collective occupies a thread while it waits for other ranks
 
 
 def available_cpus(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """CPUs this process may use: its affinity mask, and the quota of its cgroup (which a container sets)."""
+    """Returns the number of CPUs this process may use, by its affinity mask and the quota of its cgroup (container)."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_cgroup_quotas(root)])))
 
 
 def share_of_cores(
     number: int, num_workers: int, root: pathlib.Path = pathlib.Path("/sys/devices/system/cpu")
 ) -> set[int]:
-    """Returns the CPUs for one of the workers of this host: whole cores that lie together, of those it may use.
+    """Returns the CPUs for one of the workers of this host: whole, adjacent cores among those that it may use.
 
     Raises:
-      ConfigurationError: There are fewer cores than workers.
+      ConfigurationError: If there are fewer cores than workers.
     """
     cores: dict[tuple[int, int], set[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
-        core = [0, cpu]  # unless the kernel says more: each CPU is one, of one socket
+        core = [0, cpu]  # unless the kernel reports a topology: each CPU is a core, all in one socket
         for index, name in enumerate(("physical_package_id", "core_id")):
             with contextlib.suppress(OSError, ValueError):
                 core[index] = int((root / f"cpu{cpu}/topology/{name}").read_text())
@@ -44,7 +44,7 @@ def share_of_cores(
 
 
 def thread_variables(num_workers: int, cpus: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the thread variables for each of `num_workers`, but for those the user has set.
+    """Returns the thread variables for each of `num_workers` workers, except those that the user has set.
 
     >>> thread_variables(2, 8, {"OMP_NUM_THREADS": "1"})
     {'TF_NUM_INTRAOP_THREADS': '4', 'TF_NUM_INTEROP_THREADS': '4'}
@@ -59,11 +59,10 @@ def thread_variables(num_workers: int, cpus: int, environ: Mapping[str, str]) ->
 
 
 def _cgroup_quotas(root: pathlib.Path) -> Iterator[float]:
-    """In CPUs, of this process's cgroup and those above it.
+    """Yields the quotas, in CPUs, of this process's cgroup and of those above it.
 
-    /proc/self/cgroup holds "0::/user.slice/job" (version 2) or "4:cpu,cpuacct:/job" (version 1). Quotas stand
-    in cpu.max ("150000 100000" or "max 100000"), or in cpu.cfs_quota_us ("150000" or "-1") and
-    cpu.cfs_period_us.
+    /proc/self/cgroup contains "0::/user.slice/job" (version 2) or "4:cpu,cpuacct:/job" (version 1). Quotas are in
+    cpu.max ("150000 100000" or "max 100000"), or in cpu.cfs_quota_us ("150000" or "-1") and cpu.cfs_period_us.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -81,5 +80,5 @@ def _cgroup_quotas(root: pathlib.Path) -> Iterator[float]:
                 else:
                     quota = (folder / "cpu.cfs_quota_us").read_text()
                     period = (folder / "cpu.cfs_period_us").read_text()
-                if float(quota) > 0:  # "max" is a ValueError, -1 no limit
+                if float(quota) > 0:  # "max" raises ValueError, -1 means no limit
                     yield float(quota) / float(period)

@@ -1,4 +1,4 @@
-"""RingAllReduce: where TensorFlow hands over values of replicas to be reduced, gathered or broadcast."""
+"""RingAllReduce: the cross-device ops with which TensorFlow reduces, gathers and broadcasts values of replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfring.sharding import Sharding
 
 
 class RingAllReduce(tf.distribute.CrossDeviceOps):
-    """Reduces on the worker first, then once round the ring, then hands out to the worker's replicas.
+    """Reduces values on the worker first, then once over the ring, then copies the result to the worker's replicas.
 
     ```
     worker 0   replica 0 ─┐ (1)                       (3) ┌─► replica 0
@@ -29,11 +29,11 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
     Args:
       collectives: The engine, see `tfring.ring.collectives`.
-      devices: This worker's, one a replica; where results go whose destination has no device. Default: wherever they
-        are computed, for one replica.
-      sparse: How IndexedSlices are reduced.
-      buckets: How many bytes of dense values go into one collective. Default: as within a host.
-      compression: What dense float32 travels as.
+      devices: This worker's devices, one per replica. They receive results whose destination has no device. Defaults to
+        one replica, with results wherever they are computed.
+      sparse: A `SparseOptions` that describes how IndexedSlices are reduced.
+      buckets: Bytes of dense values that one collective reduces. Defaults to the sizes for one host.
+      compression: Dtype in which dense float32 values are sent. Defaults to None: as they are.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         self._compression = compression
 
     def over(self, collectives: Collectives) -> RingAllReduce:
-        """Returns the same over other collectives, for IndexedSlices of any number of rows."""
+        """Returns the same ops over other collectives, for IndexedSlices with any number of rows."""
         sparse = dataclasses.replace(self._sparse, batch_size=None)
         return RingAllReduce(collectives, self._devices, sparse, self._buckets, self._compression)
 
@@ -63,7 +63,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # a connection has no copy
 
-    # -- what tfring's own callers use: one value a worker --------------------------------------------------------
+    # -- used by tfring itself: one value per worker --------------------------------------------------------------
 
     def sum_over_workers(
         self,
@@ -74,14 +74,14 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         active: tf.Tensor | None = None,
         keep_sparse: bool = False,
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Sums a worker's values over all workers; sparse ones come back with each id once, or dense.
+        """Sums a worker's values over all workers. Sparse sums contain each id once, or are dense.
 
         Args:
           values: One worker's tensors and IndexedSlices.
-          name: What they are, for errors and traces.
+          name: Name of the values, for errors and traces.
           value_names: A name for each value (the variable of a gradient), for errors.
-          active: bool scalar; where False this worker contributes nothing, whatever its values hold.
-          keep_sparse: Whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
+          active: bool scalar. If False, this worker contributes nothing, whatever its values are.
+          keep_sparse: Whether IndexedSlices stay IndexedSlices, whatever `SparseOptions.dense` is.
         """
         world_size = self._collectives.world_size
 
@@ -115,12 +115,12 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
         Args:
           values: One worker's tensors and IndexedSlices.
-          shardings: Of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
-            become dense.
-          name: What they are, for errors and traces.
+          shardings: The sharding of each value. The shard of IndexedSlices that are sharded by rows contains its rows,
+            each once; other IndexedSlices become dense.
+          name: Name of the values, for errors and traces.
           value_names: A name for each value.
-          active: As of `sum_over_workers`.
-          is_zero_unless_active: Whether dense values hold zeros where `active` is False.
+          active: See `sum_over_workers`.
+          is_zero_unless_active: Whether dense values are already zeros if `active` is False.
         """
         rank, world_size = self._collectives.rank, self._collectives.world_size
 
@@ -146,7 +146,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     def _reduce(
         self, values: Any, stays_sparse: Callable, reduce: Callable, name: str, value_names: Any, active: Any
     ) -> Any:
-        """Sums IndexedSlices for which `stays_sparse(i)`; `reduce(tensors, positions)` reduces the others."""
+        """Sums IndexedSlices for which `stays_sparse(i)` is True; `reduce(tensors, positions)` reduces the others."""
         results: list = [None] * len(values)
         sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices) and stays_sparse(i)]
         dense = [i for i in range(len(values)) if i not in sparse]
@@ -164,16 +164,16 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         return results
 
     def gather_full(self, shards: Sequence[tf.Tensor], shardings: Sequence[Sharding], *, name: str) -> list[tf.Tensor]:
-        """Gathers the full tensors of which each worker has a shard, as `plan_shards` has it."""
+        """Gathers full tensors from the shards of all workers, laid out as by `plan_shards`."""
         return all_gather_dense(self._collectives, shards, shardings, name=name, buckets=self._buckets)
 
     def sum_on_worker(self, per_replica: Any, active: Any = None) -> Any:
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
 
         Args:
-          per_replica: A PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica (what
-            TensorFlow makes of one object that all replicas hand over).
-          active: One bool scalar a replica, or None.
+          per_replica: A PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica
+            (TensorFlow makes one of an object that all replicas pass).
+          active: One bool scalar per replica, or None.
         """
         values = values_of(per_replica)
         if len(values) == 1:
@@ -191,10 +191,10 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         _tf.mark_as_unsaveable()
         values = [values_of(value) for value, _ in value_destination_pairs]
         local = [v[0] if len(v) == 1 else _tf.aggregate_slices(v, tf.add_n) for v in values]
-        # IndexedSlices stay what they are: a sum with all rows would make `scatter_mul` zero those that were not named.
+        # IndexedSlices stay sparse: with a sum of all rows, `scatter_mul` would set rows without an index to zero.
         reduced = self.sum_over_workers(local, name="reduce", keep_sparse=True)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            # A value that is not one a replica (a host's own) counts once a worker.
+            # A value that does not exist per replica (a value of the host) counts once per worker.
             counts = [len(v) * self._collectives.world_size for v in values]
             reduced = [_divide(value, count) for value, count in zip(reduced, counts, strict=True)]
         return [
@@ -221,7 +221,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         return self.broadcast_implementation(gathered, destinations)
 
     def gather_over_workers(self, tensor: tf.Tensor, axis: int, *, name: str) -> tf.Tensor:
-        """Concatenates the workers' tensors along `axis`, in rank order; sizes along it may differ."""
+        """Concatenates the workers' tensors along `axis`, in rank order; their sizes along `axis` may differ."""
         if tensor.dtype == tf.string:
             raise TypeError(
                 f"{name} is of dtype string, of shape {tensor.shape}, and workers exchange numbers and booleans only. "

@@ -1,6 +1,6 @@
-"""The debug switch: do all replicas hold the same bits?
+"""Checks, for debugging, that all replicas hold the same bits.
 
-A variable becomes one 64-bit digest on each replica; the digests of all variables travel in one all_gather.
+Each replica computes a 64-bit digest of each variable; one all_gather exchanges the digests of all variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ADVICE = (
 
 
 def digest(value: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 scalar computed from a tensor's bits; any dtype but strings.
+    """Returns an int64 scalar computed from the bits of a tensor, of any dtype except string.
 
     >>> bool(digest(tf.constant([0.0])) == digest(tf.constant([-0.0])))
     False
@@ -32,12 +32,13 @@ def digest(value: tf.Tensor) -> tf.Tensor:
 
 
 def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
-    """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
+    """Compares mirrored variables of TensorFlow on all replicas; other variables are skipped.
 
-    `is_sharded` says of each whether ranks along other axes than "data" hold other shards: it is compared along "data".
+    `is_sharded` tells for each variable whether ranks along axes other than "data" hold other shards. If so, it is
+    compared along "data" only.
 
     Raises:
-      tf.errors.InvalidArgumentError: On every rank, naming the variables and the replicas that differ from replica 0.
+      tf.errors.InvalidArgumentError: If replicas differ from replica 0; on every rank, naming these and the variables.
     """
     chosen = [
         (variable, name, is_sharded)

@@ -1,37 +1,37 @@
-"""The exceptions tfring raises."""
+"""The exceptions that tfring raises."""
 
 import enum
 from typing import Any
 
 
 class Reason(enum.IntEnum):
-    """Why ranks cannot go on together; programs read this and no message. Those up to SLOW are of native/core.h."""
+    """Reasons why ranks cannot continue together; programs read these, not messages. Up to SLOW as in native/core.h."""
 
     DIED = 1  # `rank`: its process is gone
     LEFT = 2  # its program ended, and left the ring
     CLOSED = 3  # it closed the ring during a call
     INTERRUPTED = 4  # Ctrl-C
     STOPPED = 5  # its host answers, its process does not
-    CUT_OFF = 6  # `rank` and `other` do not reach each other
+    CUT_OFF = 6  # `rank` and `other` cannot reach each other
     RAISED = 7  # its program raised an error
     STEP_FAILED = 8  # another operation of its step failed
     CALLS_DIFFER = 9
     THREADS = 10  # two threads in one call, or all threads in calls of other rings
-    SLOW = 11  # it took no part in time
+    SLOW = 11  # it did not take part in time
     OTHER_BATCHES = 32
     ENDED_EARLY = 33  # the data of one rank ended
     OTHER_LENGTHS = 34  # ranks take different numbers of steps
-    OTHER_OUTPUTS = 35  # of `predict`
+    OTHER_OUTPUTS = 35  # outputs of `predict` differ
 
 
 class TfringError(RuntimeError):
-    """Base of every error tfring raises on purpose.
+    """Base class of every error that tfring raises on purpose.
 
     Attributes:
-      reason: A `Reason`, where ranks cannot go on together; else None.
-      rank: The rank that the reason concerns; None where it concerns none, or all.
-      other: Of ranks that do not reach each other, or disagree, the other one; else None.
-      call: The name of the collective in which this rank was, empty outside of one.
+      reason: A `Reason` if ranks cannot continue together, otherwise None.
+      rank: The rank that the reason concerns; None if it concerns no rank, or all ranks.
+      other: The second of two ranks that cannot reach each other, or disagree; otherwise None.
+      call: The name of the collective in which this rank was; empty outside of a collective.
 
     Example:
         >>> from tfring.errors import PeerLostError, TfringError
@@ -54,63 +54,62 @@ class TfringError(RuntimeError):
 
 
 class ConfigurationError(TfringError, ValueError):
-    """A setting, an argument or a cluster description that cannot be honoured.
+    """Raised for a setting, an argument or a cluster description that cannot be honoured.
 
-    The message says what is wrong, then the rule and, where there is one, the text to write instead.
+    The message names the problem, then the rule and, if there is one, the text to write instead.
     """
 
 
 class UnsupportedTensorFlowError(TfringError, ImportError):
-    """TensorFlow is missing, or of a version tfring cannot run on. The message has the line to type."""
+    """Raised if TensorFlow is missing, or if tfring cannot run on its version. The message has the line to type."""
 
 
 class NativeLibraryError(TfringError):
-    """The compiled ring is missing, cannot be loaded, or does not fit this TensorFlow.
+    """Raised if the compiled ring is missing, cannot be loaded, or does not fit this TensorFlow.
 
     `RingStrategy(communication="tensorflow")` works without it.
     """
 
 
 class RendezvousError(TfringError):
-    """The ranks did not find each other.
+    """Raised if the ranks did not find each other.
 
-    Raised when the time limit has passed, naming the ranks and addresses that never answered, or at once
-    when the ranks cannot form one ring (two claim one rank, settings that exclude each other).
+    Raised when the time limit has passed, with the ranks and addresses that never answered, or at once if the ranks
+    cannot form one ring (two processes claim one rank, settings exclude each other).
     """
 
 
 class MismatchError(TfringError, ValueError):
-    """Ranks made different collective calls at the same place, or were handed other arrays to train on.
+    """Raised if ranks made different collective calls at the same place, or were given different arrays to train on.
 
-    Raised on every rank. The message names two neighbours that disagree and both their calls: kind, name,
-    operation, dtype, shape and position; where several disagree, ranks may name different pairs. The ring is
+    Raised on every rank. The message names two neighbours that disagree and the calls of both: kind, name,
+    operation, dtype, shape and position. If several disagree, ranks may name different pairs. The ring is
     unusable afterwards; no result was produced.
-    In a `tf.function` of the user's own the same failure is `tf.errors.InvalidArgumentError`. Of arrays that differ,
-    which `fit`, `evaluate` and `predict` find at the door, the message names the argument; of batches that differ, or
-    data that ends early on one rank, it says the cure. The ring may be used on then.
+    In your own `tf.function` the same failure is `tf.errors.InvalidArgumentError`. If arrays differ, which `fit`,
+    `evaluate` and `predict` check before they begin, the message names the argument; if batches differ, or data ends
+    early on one rank, it names the remedy. The ring remains usable in these cases.
     """
 
 
 class NotFiniteError(TfringError, ArithmeticError):
-    """A gradient or a variable holds NaN or infinity: `tfring.callbacks.CheckFinite` has found it.
+    """Raised if `tfring.callbacks.CheckFinite` finds NaN or infinity in a gradient or a variable.
 
-    Raised on every rank. The message names the first variable, and the replica and rank whose value it was.
+    Raised on every rank. The message names the first variable, and the replica and rank of the value.
     """
 
 
 class PeerLostError(TfringError):
-    """A rank died, left the ring, was interrupted, is stopped or cut off while others still need it.
+    """Raised if a rank died, left the ring, was interrupted, is stopped or cut off while others still need it.
 
-    Raised on every surviving rank: at once where it is gone, within `TFRING_LOST_SECONDS` where it is
-    silent.
-    The message tells which; of a cut link it names both ends. The ring is unusable afterwards.
-    In a `tf.function` of the user's own the same failure is `tf.errors.AbortedError`.
+    Raised on every surviving rank: at once if the rank is gone, within `TFRING_LOST_SECONDS` if it is silent.
+    The message names the rank; for a cut link it names both ends. The ring is unusable afterwards.
+    In your own `tf.function` the same failure is `tf.errors.AbortedError`.
     """
 
 
 class CollectiveTimeoutError(TfringError, TimeoutError):
-    """A rank is alive but took no part in a collective within `timeout_seconds`.
+    """Raised if a rank is alive but did not take part in a collective within `timeout_seconds`.
 
-    Raised on every rank that can still run, naming the one that cannot. The ring is unusable afterwards.
-    In a `tf.function` of the user's own the same failure is `tf.errors.DeadlineExceededError`.
+    Raised on every rank that can still run; it names the rank that cannot. The ring is unusable afterwards.
+    In your own `tf.function` the same failure is `tf.errors.DeadlineExceededError`.
     """

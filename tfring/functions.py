@@ -1,6 +1,6 @@
-"""Functions for scripts: this process's place among the workers, and small exchanges with the others.
+"""Functions for scripts: the rank of this process, and small exchanges with the other ranks.
 
-They work before a strategy is made, beside one and without any, and in a process that is alone.
+They work before a strategy is created, together with one and without any, and in a process that is alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
 
 _PLAIN = "None, bool, int, float, str, and lists, tuples and dicts with text keys of them, as JSON has them"
-_NOT_PLAIN = -1  # in place of a length: what the root or a rank has cannot be sent
+_NOT_PLAIN = -1  # instead of a length: the value of the root or of a rank cannot be sent
 
-_own: Communicator | None = None  # made when a program without a strategy first exchanges something
+_own: Communicator | None = None  # created when a program without a strategy first exchanges something
 
 
 def rank() -> int:
-    """Returns the number of this process, from 0 to `world_size() - 1`; 0 where it is alone. Talks to no process.
+    """Returns the rank of this process, from 0 to `world_size() - 1`; 0 if it is alone. Does not communicate.
 
-    In a parameter server, before its strategy is made, it is a number after those of all workers.
+    In a parameter server, before its strategy is created, it is a number above the ranks of all workers.
 
     >>> rank()
     0
@@ -37,9 +37,9 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Returns the number of processes that train together; 1 for a process that is alone. Talks to no process.
+    """Returns the number of processes that train together; 1 for a process that is alone. Does not communicate.
 
-    Parameter servers are not among them.
+    Parameter servers are not counted.
 
     >>> world_size()
     1
@@ -49,10 +49,10 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host, from 0.
+    """Returns the rank of this process among those of its host, from 0.
 
-    Under MPI, SLURM and torchrun-style variables the ranks meet to find out who shares a host, unless a strategy is
-    made already: all of them call it then.
+    Under MPI, SLURM and torchrun-style variables the ranks connect to find out which of them share a host, unless a
+    strategy exists already. All ranks must call it then.
 
     >>> local_rank()
     0
@@ -64,7 +64,7 @@ def local_rank() -> int:
 
 
 def is_chief() -> bool:
-    """Returns whether this is rank 0, which prints, logs and writes what is wanted once. Talks to no process.
+    """Returns whether this is rank 0, which prints, logs and writes on behalf of all ranks. Does not communicate.
 
     >>> is_chief()
     True
@@ -73,7 +73,7 @@ def is_chief() -> bool:
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Prints on rank 0, and nothing on the others. Takes what `print` takes; no other rank needs to call it.
+    """Prints on rank 0 only. It has the arguments of `print`; the other ranks need not call it.
 
     >>> print_once("epochs:", 3)
     epochs: 3
@@ -84,10 +84,10 @@ def print_once(*values: Any, **options: Any) -> None:
 
 @short_traceback
 def barrier() -> None:
-    """Returns when all ranks have called it.
+    """Blocks until all ranks have called it.
 
     Raises:
-      MismatchError, PeerLostError, CollectiveTimeoutError: Another rank calls something else, has ended, or
+      MismatchError, PeerLostError, CollectiveTimeoutError: If another rank calls something else, has ended, or
         takes longer than `TFRING_TIMEOUT_SECONDS`.
 
     >>> barrier()
@@ -99,20 +99,20 @@ def barrier() -> None:
 
 @short_traceback
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Reduces a value over all ranks, which all call it; the result is the same on every rank.
+    """Reduces a value over all ranks. All ranks must call it; the result is the same on every rank.
 
     Args:
-      value: A number, an array or a tensor (eager or in a `tf.function`), of one shape and dtype on all ranks; or a
-        list of arrays, or of tensors, of one dtype.
-      op: "sum", "mean", "max", "min" or "product". The mean of integers is a float64. bool has max (any) and min
-        (all).
+      value: A number, an array or a tensor (eager or in a `tf.function`), of the same shape and dtype on all ranks; or
+        a list of arrays, or of tensors, of one dtype.
+      op: "sum", "mean", "max", "min" or "product". The mean of integers is a float64. For bool, use "max" (any) or
+        "min" (all). Defaults to "sum".
 
     Returns:
-      A Python number for a Python number; else an array, a tensor or a list, as `value`.
+      A Python number if `value` is one; otherwise an array, a tensor or a list, as `value` is.
 
     Raises:
-      ValueError: `op` is another, or the dtype cannot be reduced.
-      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      ValueError: If `op` is something else, or if the dtype cannot be reduced.
+      MismatchError, PeerLostError, CollectiveTimeoutError: See `barrier`.
 
     >>> all_reduce(0.5, "mean"), all_reduce(np.array([1, 2]), "max")
     (0.5, array([1, 2]))
@@ -134,19 +134,19 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
 @short_traceback
 def all_gather(value: Any) -> Any:
-    """Gathers the values of all ranks, which all call it.
+    """Gathers the values of all ranks. All ranks must call it.
 
     Args:
-      value: An array or a tensor `[rows, ...]`, whose number of rows may differ from rank to rank; or a plain Python
-        value (None, numbers, texts, lists, dicts), which travels as JSON and never as pickle.
+      value: An array or a tensor of shape `[rows, ...]`, where the number of rows may differ between ranks; or a plain
+        Python value (None, numbers, strings, lists, dicts), which is sent as JSON and never as pickle.
 
     Returns:
-      The rows of all ranks, those of rank 0 first; of plain values, a list with one for each rank. Tuples come back
-      as lists.
+      The rows of all ranks, in rank order. For plain values, a list with the value of each rank, in which tuples have
+      become lists.
 
     Raises:
-      TypeError: On all ranks, where one has a value that JSON does not have.
-      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      TypeError: On all ranks, if one of them has a value that JSON cannot represent.
+      MismatchError, PeerLostError, CollectiveTimeoutError: See `barrier`.
 
     >>> all_gather({"loss": 0.5})
     [{'loss': 0.5}]
@@ -174,21 +174,21 @@ def all_gather(value: Any) -> Any:
 
 @short_traceback
 def broadcast(value: Any, root: int = 0) -> Any:
-    """Returns the value of rank `root` on every rank; all ranks call it.
+    """Returns the value of rank `root` on every rank. All ranks must call it.
 
     Args:
-      value: An array, a tensor, or a plain Python value (None, numbers, texts, lists, dicts), which travels as JSON
-        and never as pickle. What other ranks than `root` pass does not matter; in a `tf.function` they pass a
-        tensor of the same shape and dtype.
-      root: A rank, from 0 to `world_size() - 1`.
+      value: An array, a tensor, or a plain Python value (None, numbers, strings, lists, dicts), which is sent as JSON
+        and never as pickle. Ranks other than `root` may pass any value; in a `tf.function` they must pass a tensor of
+        the same shape and dtype.
+      root: The rank whose value is returned, from 0 to `world_size() - 1`. Defaults to 0.
 
     Returns:
-      On every rank a copy: an array for an array, a tensor for a tensor. Tuples in plain values come back as lists.
+      A copy on every rank: an array for an array, a tensor for a tensor. In plain values, tuples become lists.
 
     Raises:
-      TypeError: On all ranks, where the root has a value that JSON does not have.
-      ValueError: `root` is no rank.
-      MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+      TypeError: On all ranks, if the root has a value that JSON cannot represent.
+      ValueError: If `root` is not a rank.
+      MismatchError, PeerLostError, CollectiveTimeoutError: See `barrier`.
 
     >>> broadcast({"run": "a", "folds": [1, 2]})
     {'run': 'a', 'folds': [1, 2]}
@@ -222,11 +222,11 @@ def broadcast(value: Any, root: int = 0) -> Any:
     return _as_tensor(result) if said["tensor"] else result
 
 
-# ------------------------------------------------------------------------------------------------ the others
+# ------------------------------------------------------------------------------------------- the other ranks
 
 
 def _ring() -> Any:
-    """Returns the newest ring of a strategy; None without. Where nothing has imported TensorFlow there is none."""
+    """Returns the ring of the newest strategy; None without a strategy, as before TensorFlow is imported."""
     runtime = sys.modules.get("tfring.runtime")
     return None if runtime is None else runtime.ring_of_process()
 
@@ -241,15 +241,16 @@ def _identity() -> Cluster | UnresolvedCluster:
 
 
 def _server() -> Roles | None:
-    """Returns the roles of a job in a parameter server, which has no rank among the workers; None elsewhere."""
+    """Returns the roles of the job in a parameter server, which has no rank among the workers; None elsewhere."""
     roles = Roles.of()
     return roles if roles is not None and roles.is_server else None
 
 
 def _peers() -> Any:
-    """Returns the Communicator to the other ranks, or an object with its methods; None if alone.
+    """Returns the Communicator to the other ranks, or an object with its methods; None if this process is alone.
 
-    A step of Keras is written for all rows, as one process computes it: it exchanges nothing by itself.
+    It also returns None in a step of Keras that is traced for all rows, as one process computes it: such a step
+    exchanges nothing by itself.
     """
     global _own
     ring = _ring()
@@ -268,7 +269,7 @@ def _peers() -> Any:
 
 
 class _Runtime:
-    """TensorFlow's own runtime, or parameter servers, with the methods of a Communicator that are needed here."""
+    """Gives TensorFlow's runtime, or parameter servers, the methods of a Communicator that are needed here."""
 
     def __init__(self, collectives: Any) -> None:
         self._collectives = collectives
@@ -300,12 +301,12 @@ class _Runtime:
 
 
 def _is_array(value: Any) -> bool:
-    """Returns True if a value is sent as an array: NumPy's scalars are plain numbers."""
+    """Returns True if a value is sent as an array. NumPy scalars are sent as plain numbers."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Returns True if a value is not known yet, in a `tf.function`."""
+    """Returns True if a value is a symbolic tensor of a `tf.function`."""
     if not _is_array(value) or not is_tensorflow(value):
         return False
     import tensorflow as tf
@@ -326,7 +327,7 @@ def _copied(value: Any) -> Any:
 
 
 def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
-    """Returns the JSON of a plain value, or why it has none."""
+    """Returns the JSON of a plain value, or the error if it has none."""
     wrong = not_plain(value)
     if wrong is not None:
         return b"", TypeError(
@@ -342,7 +343,7 @@ def _of_json(text: bytes, problem: TypeError | None) -> Any:
 
 
 def not_plain(value: Any) -> str | None:
-    """Returns the part of a value that JSON does not have, or would give back as something else; None without."""
+    """Describes a part of a value that JSON cannot represent, or would return as something else; None without one."""
     if value is None or isinstance(value, (bool, int, float, str, np.bool_, np.integer, np.floating)):
         return None
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Gives each worker of a host a GPU of its own; with TensorFlow's defaults each would take all of them."""
+"""Gives each worker of a host its own GPU; with TensorFlow's defaults each worker would use all of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from tfring import config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # TensorFlow's: takes memory of a GPU as it needs it, not all at the start
-_SECONDS = 20.0  # for nvidia-smi, which starts the driver where nothing has
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # TensorFlow's: it allocates GPU memory as needed, not all at the start
+_SECONDS = 20.0  # for nvidia-smi, which starts the driver if nothing has started it
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs a program may use here, as `CUDA_VISIBLE_DEVICES` names them; empty without.
+    """Returns the GPUs that a program may use here, as `CUDA_VISIBLE_DEVICES` names them; an empty list if none.
 
-    Those that the variable names, up to the first that is none, as CUDA reads it; else those that `nvidia-smi` lists.
+    If the variable is set, these are the GPUs it names, up to the first invalid name, as CUDA reads it. Otherwise they
+    are the GPUs that `nvidia-smi` lists.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-8f1c"}), visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"})
     (['2', 'GPU-8f1c'], [])
@@ -34,19 +35,19 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def gpu_variables(
     local_rank: int, num_workers: int, environ: Mapping[str, str], *, is_server: bool = False
 ) -> dict[str, str]:
-    """Returns the variables by which one process of a host finds its GPU.
+    """Returns the environment variables that select the GPU of one process of a host.
 
-    `CUDA_VISIBLE_DEVICES` names that of its local rank, for a server none. Where there are fewer GPUs than workers,
-    which then share them, TensorFlow takes memory as it needs it, unless the environment says whether it does.
+    `CUDA_VISIBLE_DEVICES` names the GPU of its local rank, or no GPU for a server. If there are fewer GPUs than
+    workers, the workers share them and TensorFlow allocates memory as needed, unless the environment sets that.
 
     Args:
-      local_rank: The number of the process among the workers of its host.
-      num_workers: The number of these.
-      environ: The environment it starts from. TFRING_GPUS=all leaves it as it is.
-      is_server: Whether it is a parameter server, which computes on CPUs.
+      local_rank: Rank of the process among the workers of its host.
+      num_workers: Number of workers of the host.
+      environ: The environment of the process. TFRING_GPUS=all leaves it as it is.
+      is_server: Whether the process is a parameter server, which computes on CPUs. Defaults to False.
 
     Returns:
-      Nothing where there are no GPUs.
+      A dict of the variables to set; empty if there are no GPUs.
 
     >>> gpu_variables(1, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}), gpu_variables(1, 4, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     ({'CUDA_VISIBLE_DEVICES': '5'}, {'TF_FORCE_GPU_ALLOW_GROWTH': 'true'})
@@ -62,7 +63,7 @@ def gpu_variables(
 
 
 def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
-    """Returns a warning where a host has GPUs, and fewer than workers."""
+    """Returns a warning if a host has GPUs, but fewer than workers."""
     gpus = visible_gpus(environ)
     if not gpus or num_workers <= len(gpus) or config.read("TFRING_GPUS", environ) == "all":
         return None
@@ -75,7 +76,7 @@ def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
 
 @functools.cache
 def _count(path: str) -> int:
-    """Returns the number of GPUs that `nvidia-smi` lists, 0 where there is none; `path` is where it is looked for."""
+    """Returns the number of GPUs that `nvidia-smi` lists; 0 without it. `path`, the searched PATH, is a cache key."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL

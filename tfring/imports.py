@@ -1,6 +1,7 @@
-"""Imports of TensorFlow and Keras, during which Python looks for no garbage: they make none; what follows an import.
+"""Imports TensorFlow and Keras without garbage collections, as they make no garbage; calls functions after an import.
 
-It imports nothing of tfring, for `tfring launch` has each worker run it before the program does (`launch/hook`).
+This module imports nothing of tfring, because `tfring launch` runs it in each worker before the program
+(`launch/hook`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ _LARGE = ("keras", "tensorflow")
 
 
 def quicken() -> None:
-    """Keeps Python from looking for garbage in later imports of TensorFlow and Keras: a sixth of their time.
+    """Turns off garbage collection during later imports of TensorFlow and Keras, which saves a sixth of their time.
 
-    What they make counts as old then, as after collections. A collector that is off stays off.
+    The objects they create then belong to the oldest generation, as after collections. A collector that is off stays
+    off.
     """
     _finder().large = _LARGE
 
 
 def after_import(name: str, function: Callable[[Any], None]) -> None:
-    """Calls a function with a module: once it has been imported, or now."""
+    """Calls a function with a module once it is imported, or immediately if it already is."""
     if name in sys.modules:
         function(sys.modules[name])
     else:
@@ -40,11 +42,11 @@ def _finder() -> _Finder:
 
 
 class _Finder:
-    """Finds the packages where other finders do, to import large ones without collections, and to say when."""
+    """Finds modules as other finders do, to import large ones without collections and to call functions afterwards."""
 
     def __init__(self) -> None:
         self.large: tuple[str, ...] = ()
-        self.waiting: dict[str, list[Callable[[Any], None]]] = {}  # by module: what is called once it is there
+        self.waiting: dict[str, list[Callable[[Any], None]]] = {}  # by module: functions to call after its import
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.large and name not in self.waiting:
@@ -53,12 +55,12 @@ class _Finder:
         spec = next(filter(None, (find(name, path, target) for find in finders if find is not None)), None)
         loader: Any = getattr(spec, "loader", None)
         if hasattr(loader, "exec_module"):
-            with contextlib.suppress(AttributeError):  # of a loader that takes no attributes
+            with contextlib.suppress(AttributeError):  # for a loader whose attributes cannot be set
                 loader.exec_module = functools.partial(self._execute, loader, loader.exec_module)
         return spec
 
     def _execute(self, loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
-        with contextlib.suppress(AttributeError):  # of a loader that was executed before
+        with contextlib.suppress(AttributeError):  # for a loader that was executed before
             del loader.exec_module
         with without_collections() if module.__name__ in self.large else contextlib.nullcontext():
             exec_module(module)
@@ -68,10 +70,11 @@ class _Finder:
 
 @contextlib.contextmanager
 def without_collections(as_old: bool = True) -> Iterator[None]:
-    """Keeps Python from looking for garbage.
+    """Turns off garbage collection inside the context.
 
     Args:
-      as_old: Whether what is made meanwhile counts as old, as what is never garbage does; else as new.
+      as_old: Whether objects created meanwhile move to the oldest generation, for objects that never become garbage.
+        Otherwise they stay new. Defaults to True.
 
     >>> import gc
     >>> with without_collections():
@@ -94,7 +97,7 @@ def without_collections(as_old: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        if as_old and not gc.get_freeze_count():  # or what the program has frozen would be no longer
+        if as_old and not gc.get_freeze_count():  # otherwise this would unfreeze what the program has frozen
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()

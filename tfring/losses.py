@@ -1,4 +1,4 @@
-"""Losses that compare the rows of a batch: all replicas' rows, with gradients."""
+"""Gathers the rows of all replicas, with gradients, for losses that compare the rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from tfring.runtime import Ring, current_ring
 
 
 def gather_for_loss(tensors: Any) -> Any:
-    """The rows of all replicas, for a loss that is no mean over rows: contrastive, in-batch negatives, Dice.
+    """Gathers the rows of all replicas, for a loss that is not a mean over rows: contrastive, in-batch negatives, Dice.
 
-    Call it in the loss, `compute_loss` or `train_step` on what the loss compares, on every replica:
+    Call it on every replica, in the loss, `compute_loss` or `train_step`, with the tensors that the loss compares:
 
     ```python
     def dice(y_true, y_pred):
         return keras.losses.dice(*tfring.gather_for_loss((y_true, y_pred)))
     ```
 
-    In a step of Keras the gradient is that of the whole batch, both where every replica computes the same loss from
-    all rows and where it takes the mean over its own rows, each compared with all. In a loop of the user's own, whose
-    gradients are summed, it is the sum over replicas of the gradients of their losses.
+    In a step of Keras the gradient is that of the whole batch, both if every replica computes the same loss from all
+    rows and if it computes the mean over its own rows, each compared with all rows. In a loop of your own, where
+    gradients are summed, the gradient is the sum over replicas of the gradients of their losses.
 
     Args:
-      tensors: A tensor `[rows, ...]` of any number dtype or bool, or a nested structure of such tensors and None.
-        Replicas may have different numbers of rows, also none.
+      tensors: A tensor of shape `[rows, ...]` of any numeric dtype or bool, or a nested structure of such tensors and
+        None. Replicas may have different numbers of rows, possibly none.
 
     Returns:
-      The same structure, each tensor `[rows of all replicas, ...]` in the order of replicas, which is that of the
-      batch. Floats have gradients. With one replica, and outside of replicas, the tensors as they are.
+      The same structure, with tensors of shape `[rows of all replicas, ...]` in the order of replicas, which is the
+      order of the batch. Float tensors have gradients. With one replica, and outside of replicas, the tensors are
+      returned as they are.
 
     Raises:
-      TypeError: For ragged and sparse tensors, and strings.
-      ValueError: For scalars.
+      TypeError: If a tensor is ragged, sparse or of strings.
+      ValueError: If a tensor is a scalar.
 
     >>> gather_for_loss({"anchors": tf.constant([[1.0], [2.0]]), "labels": tf.constant([0, 1])})["labels"].numpy()
     array([0, 1], dtype=int32)
@@ -94,7 +95,7 @@ def _gather(ring: Ring, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     counts = ring.cross_replica(all_counts, counts)
 
     # One collective in each tf.custom_gradient: it ties its outputs together, and an order that Grappler sees through
-    # such a tie is lost once the tie is taken apart.
+    # such a tie is lost once Grappler takes the tie apart.
     def gathered(tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
             return tf.identity(ring.cross_replica(all_rows, running.drop_if_empty(tensor)))
@@ -105,7 +106,7 @@ def _gather(ring: Ring, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
                 everyone = ring.cross_replica(total, running.weigh(upstream))
                 begin = tf.reduce_sum(counts[:replica])
                 mine = running.unweigh(everyone[begin : begin + counts[replica]])
-                rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on one
+                rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on a padding row
                 return tf.ensure_shape(tf.pad(mine, [[0, rest], *[[0, 0]] * (x.shape.rank - 1)]), x.shape)
 
             return ring.cross_replica(all_rows, running.drop_if_empty(x)), gradient

@@ -1,4 +1,4 @@
-"""Trains on several workers from a notebook: `tfring.notebook.run(fn, n=2)` is `tfring launch` of one function."""
+"""Trains on several workers from a notebook: `tfring.notebook.run(fn, n=2)` is `tfring launch` for one function."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ if __name__ == "__main__":
 
 
 def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
-    """Starts `n` worker processes on this machine, which all call `fn(*args)`, and returns rank 0's result.
+    """Starts `n` worker processes on this machine, calls `fn(*args)` in each, and returns the result of rank 0.
 
-    The workers are those of `tfring launch`, in a ring of their own; what they print is shown as they print it, that of
-    other ranks than 0 with "[rank] " in front. The notebook's own TensorFlow is not touched, so cells may have used it.
+    The workers are those of `tfring launch` and form their own ring. Their output is shown as they print it; lines of
+    ranks other than 0 begin with "[rank] ". The notebook's own TensorFlow is not touched, so cells may have used it.
 
     Args:
-      fn: A function that makes the strategy, the model and the data, and trains. A function of the notebook goes to
-        the workers as its source, with what it uses of the notebook: modules, functions, and numbers, texts, lists
-        and dicts of such.
-      n: The number of workers, 1 or more.
-      args: Arguments for `fn`, of the same plain values; what is larger is read in `fn`.
+      fn: A function that creates the strategy, the model and the data, and trains. A function of the notebook is sent
+        to the workers as source code, together with everything of the notebook that it uses: modules, functions,
+        numbers, strings, and lists and dicts of these.
+      n: Number of workers, at least 1. Defaults to 2.
+      args: Arguments for `fn`, of the same plain values. Read larger data in `fn`.
 
     Returns:
-      What `fn` returns on rank 0: None, numbers, texts, lists and dicts of such, which come as JSON; tuples come back
-      as lists.
+      The result of `fn` on rank 0, sent as JSON: None, numbers, strings, and lists and dicts of these. Tuples become
+      lists.
 
     Raises:
-      ConfigurationError: `fn`, `n` or `args` is something else, or this process is a worker itself.
-      TfringError: A worker failed; the message names the first, and its traceback is printed above.
+      ConfigurationError: If `fn`, `n` or `args` is something else, or if this process is a worker itself.
+      TfringError: If a worker failed. The message names the first one, and its traceback is printed above.
 
     >>> def train(epochs):
     ...     import tfring
@@ -90,10 +90,10 @@ def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
 
 
 def encoded(value: Any) -> str:
-    """Returns the JSON of what a function returns on a worker.
+    """Returns the result of a function on a worker as JSON.
 
     Raises:
-      ConfigurationError: JSON does not have it.
+      ConfigurationError: If JSON cannot represent it.
 
     >>> encoded({"loss": [0.5]})
     '{"loss": [0.5]}'
@@ -107,10 +107,10 @@ def encoded(value: Any) -> str:
 
 
 def source_of(fn: Any) -> str:
-    """Returns the text of a script that defines `fn` and what it uses of its notebook.
+    """Returns the text of a script that defines `fn` and everything of the notebook that it uses.
 
     Raises:
-      ConfigurationError: It cannot be made again from its source, or uses what cannot.
+      ConfigurationError: If `fn`, or something that it uses, cannot be defined again from its source.
     """
     _check(fn)
     if fn.__module__ != "__main__":
@@ -161,7 +161,7 @@ def _names(code: types.CodeType, text: str) -> Iterator[str]:
 
 
 def _definition(name: str, value: Any, user: str) -> str:
-    """Returns the line that gives a worker what a function uses under a name."""
+    """Returns the line that defines, on a worker, a name that a function uses."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     module, own_name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -176,7 +176,7 @@ def _definition(name: str, value: Any, user: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Runs the launcher and prints what it prints; returns None, or what it says of the worker that failed."""
+    """Runs the launcher and prints its output; returns None, or its line about the worker that failed."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     said = "the launcher ended."
     with subprocess.Popen(
@@ -187,7 +187,7 @@ def _run(command: Sequence[str]) -> str | None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C comes from here alone
+        start_new_session=True,  # Ctrl-C reaches it only from here
     ) as launcher:
         assert launcher.stdout is not None
         try:

@@ -1,4 +1,4 @@
-"""Tells the user's program from the libraries that it calls."""
+"""Distinguishes the user's program from the libraries that it calls."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _GRAPH_FRAME = re.compile(r'  File "([^"]+)", line \d+, in .*\n(?:    .*)?\n')  
 
 
 def folders_of(*modules: str) -> tuple[str, ...]:
-    """Returns the folders of those packages that are imported, with a separator at the end."""
+    """Returns the folders of those of the packages that are imported, each with a separator at the end."""
     return tuple(os.path.dirname(sys.modules[name].__file__ or "") + os.sep for name in modules if name in sys.modules)
 
 
 def stack() -> str:
-    """Returns where the main thread is, as a traceback has it: the program's frames, and the innermost of any."""
+    """Returns the stack of the main thread as in a traceback: frames of the program, and the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame)
     libraries = folders_of("tfring", "keras", "tensorflow", "contextlib")
@@ -35,15 +35,16 @@ def stack() -> str:
 
 
 class ShortTraceback:
-    """In here an error has the frames of the program alone, as by Keras' filter.
+    """A context in which tracebacks of errors contain only frames of the program, as with Keras' filter.
 
-    Frames of tfring, Keras and TensorFlow are left out, but for a last one of tfring that runs into an error; so are
-    those where the graph was traced, in the message of an operation that failed, but for the last. TensorFlow's error,
-    from which one of `tfring.errors` is made, becomes its `__context__`. A class, for a generator's `with` puts the
-    frames back.
+    Frames of tfring, Keras and TensorFlow are removed, except a last frame of tfring that runs into an error. So are
+    such frames of the graph's trace in the message of a failed operation, except the last one. An error of TensorFlow
+    from which one of `tfring.errors` was made becomes its `__context__`. This is a class because the `with` of a
+    generator would put the frames back.
 
     Args:
-      filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
+      filters: Whether to filter; False after `keras.config.disable_traceback_filtering()`. TensorFlow has its own
+        switch. Defaults to True.
     """
 
     def __init__(self, filters: bool = True) -> None:
@@ -60,14 +61,14 @@ class ShortTraceback:
         of_operations: Any = () if tensorflow is None else (tensorflow.errors.OpError,)
         if isinstance(error, TfringError) and isinstance(error.__cause__, of_operations):
             error.__context__ = error.__cause__
-            error.__cause__ = None  # and with it, `__suppress_context__`
+            error.__cause__ = None  # which also sets `__suppress_context__`
         if isinstance(error, of_operations):
             error._message = _without_library_frames(error.message)
         error.__traceback__ = _users_frames(trace, keeps_last=not isinstance(error, (TfringError, *of_operations)))
 
 
 def short_traceback(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns a function whose errors have the frames of the program alone."""
+    """Returns a function whose tracebacks contain only frames of the program."""
 
     @functools.wraps(function)
     def shortened(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -93,7 +94,7 @@ def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
-    for entry in reversed(entries):  # no recursion: there may be as many as Python allows
+    for entry in reversed(entries):  # without recursion: the traceback may be as deep as Python allows
         file = entry.tb_frame.f_code.co_filename
         is_last = keeps_last and entry is entries[-1]
         is_others = file.startswith(others) or file in (contextlib.__file__, __file__)

@@ -1,4 +1,4 @@
-"""The ring of a strategy: who the workers are, and how they exchange data. Everything below strategies takes it."""
+"""The ring of a strategy: its workers, and how they exchange data. All code below strategies uses it."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ class Ring:
     """The workers of a RingStrategy, and how they exchange data.
 
     Args:
-      strategy: The `tf.distribute.Strategy` that makes it.
-      cluster: The workers, and which of them this process is.
-      mesh: Their arrangement.
+      strategy: The `tf.distribute.Strategy` that creates it.
+      cluster: The workers, and the rank of this process among them.
+      mesh: The arrangement of the workers.
       communication: "ring" or "tensorflow".
       devices: Names of the devices of this worker's replicas.
       channels: Collectives of all workers for control, and for gradients.
-      sparse: How sparse gradients are summed.
-      bucket_bytes: Of buckets of gradients; None chooses by the cluster.
-      compression: Of gradients; None sends them as they are.
+      sparse: A `SparseOptions` that describes how sparse gradients are summed.
+      bucket_bytes: Size of buckets of gradients in bytes; None chooses it by the cluster.
+      compression: Dtype in which gradients are sent; None sends them as they are.
 
     Attributes:
-      strategy, cluster, mesh, communication: As given.
+      strategy, cluster, mesh, communication: The arguments.
       devices: A tuple of names.
       channels: A list of the engines that are counted and closed with the ring.
-      world: Collectives of all workers, on the control channel: what is the same on every rank, files, initial values.
-      peers: The same for what a program itself exchanges; workers that train by themselves take part, too.
-      control: Collectives of the workers that share each weight, for everything but gradients: statistics, logs.
+      world: Collectives of all workers, on the control channel: for values that are the same on every rank, files,
+        initial values.
+      peers: Collectives of all workers for exchanges of the program itself, including workers that train by themselves.
+      control: Collectives of the workers that share each weight, for everything except gradients: statistics, logs.
       gradients: The same on the channel of gradients, so that no bucket waits for a statistic of the backward pass.
-      control_ops: Reduces and gathers TensorFlow's values by `control`.
-      gradient_ops: The same by `gradients`.
-      updater: Stands between optimizers and weights: parameter servers, or steps of a worker's own; or None.
+      control_ops: A `RingAllReduce` that reduces and gathers TensorFlow's values with `control`.
+      gradient_ops: A `RingAllReduce` that does so with `gradients`.
+      updater: The layer between optimizers and weights, parameter servers or local steps of a worker; or None.
       shard_optimizer: Whether each worker holds a shard of optimizers' slots.
       check_equal: Whether replicas compare their weights after each step.
-      random: "replica" or "global", whose rows random numbers are drawn for.
+      random: The rows for which random numbers are drawn: "replica" or "global".
       trace: The recorder of this rank's trace, or None.
-      trace_source: What the recorder reads.
-      makes_own_variables: Whether variables that are made now are this worker's own.
-      lines: Prints the first and the last line of a run.
+      trace_source: The source that the recorder reads.
+      makes_own_variables: Whether variables that are created now belong to this worker alone.
+      lines: An object that prints the first and the last line of a run.
     """
 
     updater: Any = None
@@ -109,7 +110,7 @@ class Ring:
 
     @property
     def first_replica(self) -> int:
-        """The number of this worker's first replica."""
+        """The index of this worker's first replica."""
         return self.control.rank * len(self.devices)
 
     @property
@@ -119,14 +120,13 @@ class Ring:
 
     @property
     def is_alone(self) -> bool:
-        """True for a single replica of a single worker: there is no other to exchange data with."""
+        """True for a single replica on a single worker, which has no other replica to exchange data with."""
         return self.channels[0].world_size * len(self.devices) == 1
 
     def along(self, axis: str, channel: str = "control") -> Collectives:
-        """Returns the collectives of the ranks along an axis of the mesh through this one, in the order of their
-        coordinates.
+        """Returns the collectives of the ranks along an axis of the mesh through this rank, ordered by coordinate.
 
-        Those of one channel are called in one order; those of the other may be under way at the same time.
+        Collectives of one channel are called in one order; those of the other channel may run at the same time.
 
         Args:
           axis: "data", "model", "pipeline", several joined by "+", or "world".
@@ -147,7 +147,7 @@ class Ring:
     def cross_replica(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Runs `fn(*args)` in the cross-replica context, from a replica.
 
-        With one replica a worker this needs no `merge_call`, so that it works inside `tf.cond` too.
+        With one replica per worker this needs no `merge_call`, so it works inside `tf.cond`, too.
         """
         if len(self.devices) > 1:
             if _tf.is_in_another_graph():
@@ -158,17 +158,17 @@ class Ring:
 
     @contextlib.contextmanager
     def variables_of_worker(self) -> Iterator[None]:
-        """Enters a scope in which variables are this worker's own: those of others may have other shapes."""
+        """Enters a scope in which variables belong to this worker alone; those of others may have other shapes."""
         self.makes_own_variables = True
         try:
             yield
         finally:
             self.makes_own_variables = False
 
-    # -- what it costs ---------------------------------------------------------------------------------------------
+    # -- costs -----------------------------------------------------------------------------------------------------
 
     def bytes_sent(self) -> int | None:
-        """Returns the bytes this worker has sent to others; None where the engine does not count."""
+        """Returns the number of bytes this worker has sent to others; None if the engine does not count them."""
         return _total(sender.bytes_sent() for sender in self._senders())
 
     def seconds_waited(self) -> float | None:
@@ -179,7 +179,7 @@ class Ring:
         return self.channels if self.updater is None else [*self.channels, self.updater]
 
     def start_trace(self, folder: str | os.PathLike) -> None:
-        """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
+        """Starts writing the trace of this rank into a folder; see `tfring.ring.trace`."""
         communicator = getattr(self.world, "communicator", None)
         self.trace_source = ring_source(communicator)
         self.trace = start_recorder(folder, self.world.rank, self.world.world_size, self.trace_source)
@@ -196,7 +196,7 @@ class Ring:
 
 
 def connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
-    """Connects two rings over the same workers: control and gradients."""
+    """Connects two rings of the same workers, one for control and one for gradients."""
     if cluster.world_size == 1:
         alone = LocalCollectives()
         return alone, alone
@@ -211,13 +211,13 @@ def connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
 
 
 def ring_of(strategy: Any) -> Ring | None:
-    """Returns the ring of a strategy; None if it is no RingStrategy."""
+    """Returns the ring of a strategy; None if it is not a RingStrategy."""
     ring = getattr(strategy, "ring", None)
     return ring if isinstance(ring, Ring) else None
 
 
 def current_ring() -> Ring | None:
-    """Returns the ring of the strategy in whose scope this code runs; None where there is none."""
+    """Returns the ring of the strategy in whose scope this code runs; None if there is none."""
     return ring_of(tf.distribute.get_strategy()) if tf.distribute.has_strategy() else None
 
 
@@ -234,7 +234,7 @@ def forget(ring: Ring) -> None:
 
 
 def ring_of_process() -> Ring | None:
-    """Returns the newest ring of several workers that this process holds open; None where there is none."""
+    """Returns the newest open ring of several workers in this process; None if there is none."""
     found = (ref() for ref in reversed(_of_several_workers))
     return next((ring for ring in found if ring is not None), None)
 
@@ -249,6 +249,6 @@ def _in_a_branch(replicas: int) -> str:
 
 
 def _total(counts: Iterable[Any]) -> Any:
-    """Returns the sum, None if one of them is None. A channel counts what its groups do."""
+    """Returns the sum, or None if a count is None. The counts of a channel include those of its groups."""
     found = list(counts)
     return None if None in found else sum(found)

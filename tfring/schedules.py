@@ -1,4 +1,4 @@
-"""Learning rates for batches that grow with the workers."""
+"""Learning rates for batches that grow with the number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = ("linear", "sqrt")
 
 
 def factor_of(rule: str, world_size: int) -> float:
-    """Returns by how much `rule` scales a learning rate for a batch `world_size` times as large.
+    """Returns the factor by which `rule` scales a learning rate for a batch `world_size` times as large.
 
     >>> factor_of("linear", 4), factor_of("sqrt", 4)
     (4.0, 2.0)
@@ -29,7 +29,7 @@ def factor_of(rule: str, world_size: int) -> float:
 
 
 def check_warmup_steps(warmup_steps: int, least: int) -> None:
-    """Raises unless `warmup_steps` is a whole number, `least` or more."""
+    """Raises ConfigurationError unless `warmup_steps` is an integer of at least `least`."""
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < least:
         raise ConfigurationError(f"`warmup_steps` is {warmup_steps!r}, not a whole number, {least} or more.")
 
@@ -39,26 +39,26 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
     """Scales a learning rate for a batch that is `world_size` times as large, with a gradual warm-up.
 
     Under tfring `batch_size` counts the rows of all workers, so more workers need no other learning rate. Use this
-    schedule where the batch grows with them, as in `batch_size=64 * tfring.world_size()`: the linear rule and the
-    warm-up are those of Goyal et al. (2017), https://arxiv.org/abs/1706.02677; the square root is the rule of
+    schedule if the batch grows with the number of workers, as in `batch_size=64 * tfring.world_size()`. The linear rule
+    and the warm-up are those of Goyal et al. (2017), https://arxiv.org/abs/1706.02677. The square root is the rule of
     Krizhevsky (2014), https://arxiv.org/abs/1404.5997, and suits Adam.
 
-    With `f = world_size` or `sqrt(world_size)` the learning rate at step `t`, counted from 0, is
+    With `f = world_size` or `sqrt(world_size)`, the learning rate at step `t`, counted from 0, is
 
         base(t) * f                                           from step `warmup_steps` on,
         base(t) * (1 + (f - 1) * (t + 1) / warmup_steps)      before.
 
-    The rate is a function of `optimizer.iterations` alone, so it resumes after a restart, also on another number of
-    workers, where the script passes the new `world_size`.
+    The rate depends only on `optimizer.iterations`, so it resumes after a restart. After a restart on another number of
+    workers, the script passes the new `world_size`.
 
     Args:
       base: The learning rate of one worker, a float above 0 or a `LearningRateSchedule`.
-      world_size: The factor by which the batch is larger, an int of 1 or more.
-      rule: "linear" (default) or "sqrt".
-      warmup_steps: Updates until the scaled rate is reached, an int of 0 or more. Default: 0.
+      world_size: The factor by which the batch is larger, an integer of at least 1.
+      rule: "linear" or "sqrt". Defaults to "linear".
+      warmup_steps: Number of updates until the scaled rate is reached, an integer of at least 0. Defaults to 0.
 
     Raises:
-      ConfigurationError: An argument is none of these.
+      ConfigurationError: If an argument is something else.
 
     >>> rate = Scaled(0.1, world_size=4, warmup_steps=3)
     >>> [round(float(rate(step)), 3) for step in range(5)]
@@ -85,7 +85,7 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         return base * (1 + (self._factor - 1) * reached)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what makes the same schedule again."""
+        """Returns the config from which `from_config` makes the same schedule."""
         return {
             "base": keras.saving.serialize_keras_object(self.base) if callable(self.base) else self.base,
             "world_size": self.world_size,

@@ -1,6 +1,7 @@
-"""One seed for what a program draws without giving one, on all ranks alike, from before it begins.
+"""Seeds everything that a program draws without a seed of its own, the same on all ranks, before the program begins.
 
-It imports nothing of tfring, for `tfring launch` has each worker run it before the program does (`launch/hook`).
+This module imports nothing of tfring, because `tfring launch` runs it in each worker before the program
+(`launch/hook`).
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_HOOK = "_tfring_seeding"  # this file, as a worker's hook has loaded it
+_HOOK = "_tfring_seeding"  # the name under which a worker's hook has loaded this file
 
 _seed: int | None = None
 
 
 def current() -> int | None:
-    """Returns the seed that this process has been given; None without."""
+    """Returns the seed of this process; None if it has none."""
     return getattr(sys.modules.get(_HOOK), "_seed", None) if _seed is None else _seed
 
 
 def apply_from_environment(after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Seeds this process by TFRING_SEED, if that is a number; of anything else `tfring.config` speaks.
+    """Seeds this process with TFRING_SEED if that is a number; `tfring.config` raises an error for anything else.
 
     Args:
-      after_import: That of `tfring.imports`.
+      after_import: `tfring.imports.after_import`.
     """
     seed = os.environ.get("TFRING_SEED", "").strip()
     if seed.isascii() and seed.isdecimal() and int(seed) < 2**32:
@@ -35,15 +36,16 @@ def apply_from_environment(after_import: Callable[[str, Callable[[Any], None]], 
 
 
 def apply(seed: int, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Seeds Python's `random`, and NumPy and `tf.data` when they are imported, or now.
+    """Seeds Python's `random` now, and NumPy and `tf.data` once they are imported, or now if they already are.
 
-    NumPy's generators that are made without a seed (`numpy.random.default_rng()`) differ from each other, and so do
-    shuffles of `tf.data`, which keep another order in every epoch. TensorFlow's global seed is left unset, for with it
-    Keras would have one order in all epochs. What asks the system itself (`secrets`, `uuid`, `tempfile`) is left alone.
+    NumPy generators without a seed (`numpy.random.default_rng()`) still differ from each other. So do shuffles of
+    `tf.data`, and their order still changes in every epoch. TensorFlow's global seed is left unset, because with it
+    Keras would use the same order in all epochs. Modules that draw from the system (`secrets`, `uuid`, `tempfile`) are
+    left alone.
 
     Args:
-      seed: From 0 to 2**32 - 1.
-      after_import: That of `tfring.imports`.
+      seed: An integer from 0 to 2**32 - 1.
+      after_import: `tfring.imports.after_import`.
     """
     global _seed
     _seed = seed
@@ -54,7 +56,7 @@ def apply(seed: int, after_import: Callable[[str, Callable[[Any], None]], None])
 
 def _seed_numpy(numpy_random: Any, seed: int) -> None:
     numpy_random.seed(seed)
-    # Where generators without a seed take their bits from.
+    # Generators without a seed take their bits from here.
     numpy_random.bit_generator.randbits = random.Random(f"tfring {seed}").getrandbits
 
 
@@ -70,9 +72,9 @@ def _seed_tf_data(random_seed: Any, seed: int) -> None:
 
 
 class PlacedSeeds:
-    """Seeds of unseeded transformations: from a base and from where in the program they are made.
+    """Seeds for unseeded transformations, derived from a base and from the place in the program that creates them.
 
-    By place and not by number: a dataset that only one rank makes does not shift the others.
+    They depend on the place, not on a count, so that a dataset that only one rank creates does not shift the others.
     """
 
     def __init__(self) -> None:
@@ -80,12 +82,12 @@ class PlacedSeeds:
         self._made: dict[str, int] = {}
 
     def begin(self, base: int | None) -> None:
-        """Counts from a base, beginning at 0: other processes need not have made what this one made before."""
+        """Restarts the counts at 0 from a base: other processes may not have created what this one created before."""
         self.base = base
         self._made.clear()
 
     def next_seed(self) -> int:
-        """Returns another one for each place, and for each time that this place asks."""
+        """Returns a different seed for each calling place, and for each call from that place."""
         place = "|".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_stack(limit=24)[:-2])
         number = self._made[place] = self._made.get(place, -1) + 1
         digest = hashlib.sha256(f"{self.base}|{place}|{number}".encode()).digest()

@@ -1,4 +1,4 @@
-"""An attribute that has another value for a while."""
+"""Sets an attribute temporarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOTHING = object()
 
 @contextlib.contextmanager
 def setting(holder: Any, name: str, value: Any) -> Iterator[Any]:
-    """Sets an attribute in here, where it may not have been; afterwards it is what it was.
+    """Sets an attribute inside the context, even if it does not exist; afterwards restores its state from before.
 
     Yields:
       The value.

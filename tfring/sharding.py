@@ -1,4 +1,4 @@
-"""The sharding of a value: which rank holds which part of it. Pure, the same on all ranks, and written to files.
+"""The sharding of a value: which rank holds which part of it. Pure data, the same on all ranks, and written to files.
 
 ```
 plan_shards    [130, 3] of 2 ranks, by rows        rank 0: rows 0 to 65         rank 1: rows 65 to 130
@@ -9,13 +9,13 @@ shard_table    [10, 4]  of 3 ranks, interleaved    rank 0: rows 0 3 6 9         
 at_stage 1     [3, 5]   of 2 stages of 2 ranks     ranks 0, 1: nothing          rank 2: columns 0 to 3   rank 3: 3 to 5
 ```
 
-`plan_shards` is for ranks that share the work of an optimizer. A weight of many rows is cut between rows, so that a
-sparse gradient of it (an embedding's) stays sparse: each rank takes the ids that are its own. Any other is cut between
-elements. `shard_along` is for layers whose operation says along which dimension. Shards differ by one row, column or
-element, and may be empty.
+`plan_shards` is for ranks that share the work of an optimizer. A weight with many rows is cut between rows, so that its
+sparse gradient (such as that of an embedding) stays sparse: each rank uses the ids of its own rows. Any other weight is
+cut between elements. `shard_along` is for layers whose operation determines the dimension. Sizes of shards differ by at
+most one row, column or element, and shards may be empty.
 
-`shard_table` and `shard_tables` are for tables. Ids are often sorted by how frequent they are; interleaved, every rank
-then has as many frequent ones. By range a rank has rows that lie together in a file.
+`shard_table` and `shard_tables` are for tables. Ids are often sorted by frequency; if they are interleaved, every rank
+has the same number of frequent ids. If they are divided by range, the rows of a rank are contiguous in a file.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
 from tfring.ring.schedule import chunk_bounds
 
-ROWS_A_RANK = 64  # with fewer, a row more or less would matter
+ROWS_A_RANK = 64  # with fewer rows per rank, a difference of one row would matter
 BY_ROWS = ("interleaved", "range")
 KINDS = (*BY_ROWS, "columns")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """The shards of a value, one for each rank along an axis of the mesh, or along several.
+    """The shards of a value, one for each rank along an axis, or several axes, of the mesh.
 
     Attributes:
-      shape: Of the full value.
-      parts: For each rank the ranges of a dimension that it holds, in its order.
-      axis: Of the mesh, or axes joined by "+": "pipeline+model".
-      dimension: Which one it is that ranges are of.
-      is_flat: Whether it is that of the flattened value.
+      shape: Shape of the full value.
+      parts: For each rank, the ranges of `dimension` that it holds, in the order in which it holds them.
+      axis: An axis of the mesh, or axes joined by "+": "pipeline+model".
+      dimension: The dimension that is cut into ranges.
+      is_flat: Whether ranges are of the flattened value.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Sharding:
 
     @property
     def lined_up(self) -> tuple[int, ...]:
-        """The shape along one of whose dimensions the value is cut: `shape`, or that of the flattened value."""
+        """The shape of the lined-up value, one dimension of which is cut: `shape`, or that of the flattened value."""
         return (math.prod(self.shape),) if self.is_flat else self.shape or (1,)
 
     @property
@@ -68,7 +68,7 @@ class Sharding:
         return self.lined_up == self.shape and self.dimension == 0
 
     def count(self, rank: int) -> int:
-        """Returns how many rows of the lined-up value a rank has; or columns or elements, what it is cut between."""
+        """Returns the number of rows (or columns, or elements) of the lined-up value that a rank has."""
         return sum(map(len, self.parts[rank]))
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class Sharding:
         return (*self.lined_up[: self.dimension], self.count(rank), *self.lined_up[self.dimension + 1 :])
 
     def slices(self, rank: int) -> tuple[slice, ...]:
-        """Returns a rank's slices of the dimension along which the value is cut, in its order; at least an empty one.
+        """Returns a rank's slices of the dimension that is cut, in the rank's order; one empty slice if it has none.
 
         >>> shard_table((10, 4), 3, "interleaved").slices(1), shard_table((4, 4), 3, "range").slices(2)
         ((slice(1, 10, 3),), (slice(0, 0, 1),))
@@ -92,7 +92,7 @@ class Sharding:
         return tuple(slice(part.start, part.stop, part.step) for part in self.parts[rank] or (range(0),))
 
     def within(self, rank: int, begin: int, end: int) -> tuple[slice, ...]:
-        """Returns a rank's slices of rows `begin` to `end` of a matrix, counted from `begin`: of rows of one table.
+        """Returns a rank's slices of rows `begin` to `end` (rows of one table) of a matrix, counted from `begin`.
 
         >>> shard_table((10, 4), 3, "interleaved").within(1, 5, 8), shard_along((9, 5), 1, 2).within(1, 4, 6)
         ((slice(2, 5, 3),), (slice(0, 2, 1), slice(3, 5, 1)))
@@ -109,7 +109,7 @@ def _between(bounds: Sequence[tuple[int, int]]) -> tuple[tuple[range, ...], ...]
 
 
 def plan_shards(shape: Sequence[int], num_ranks: int, axis: str = "data") -> Sharding:
-    """Returns the sharding of a weight of this shape over ranks that each update a shard of it.
+    """Returns the sharding of a weight of this shape over ranks that each update one shard.
 
     >>> plan_shards((130, 3), 2)
     Sharding(shape=(130, 3), parts=((range(0, 65),), (range(65, 130),)), axis='data', dimension=0, is_flat=False)
@@ -133,16 +133,16 @@ def shard_along(shape: Sequence[int], dimension: int, num_ranks: int, axis: str 
 
 
 def shard_table(shape: tuple[int, int], num_ranks: int, kind: str, axis: str = "data") -> Sharding:
-    """Returns the sharding of a table: by rows, or by columns of all rows.
+    """Returns the sharding of a table, by rows or by columns.
 
     Args:
-      shape: Of the full table, rows first.
-      num_ranks: How many ranks share it.
+      shape: Shape of the full table, rows first.
+      num_ranks: Number of ranks that share it.
       kind: One of `KINDS`.
-      axis: As of `Sharding`.
+      axis: See `Sharding`. Defaults to "data".
 
     Raises:
-      ConfigurationError: For another kind.
+      ConfigurationError: If `kind` is not one of `KINDS`.
 
     >>> shard_table((10, 4), 3, "range").parts
     ((range(0, 4),), (range(4, 8),), (range(8, 10),))
@@ -162,9 +162,9 @@ def shard_table(shape: tuple[int, int], num_ranks: int, kind: str, axis: str = "
 def shard_tables(
     shape: tuple[int, int], num_ranks: int, tables: Sequence[tuple[int, int | None]], axis: str = "data"
 ) -> Sharding:
-    """Returns the sharding of tables that lie one after another, each interleaved or in full at one rank.
+    """Returns the sharding of concatenated tables, each interleaved or held in full by one rank.
 
-    A rank has those that it holds in full after its other rows:
+    A rank holds its full tables after its other rows:
 
     ```
     a, in full at rank 2; b, interleaved; c, in full at rank 0
@@ -176,10 +176,10 @@ def shard_tables(
     ```
 
     Args:
-      shape: Of all tables together.
-      num_ranks: How many ranks share them.
-      tables: For each how many rows it has, and the rank that holds it in full, or None.
-      axis: As of `Sharding`.
+      shape: Shape of all tables together.
+      num_ranks: Number of ranks that share them.
+      tables: For each table, its number of rows and the rank that holds it in full, or None.
+      axis: See `Sharding`. Defaults to "data".
 
     >>> shard_tables((9, 4), 3, [(2, 2), (4, None), (3, 0)]).parts
     ((range(2, 6, 3), range(6, 9)), (range(3, 6, 3),), (range(4, 6, 3), range(0, 2)))
@@ -202,13 +202,13 @@ def shard_tables(
 
 
 def at_stage(shape: Sequence[int], sharding: Sharding | None, stage: int, num_stages: int) -> Sharding:
-    """Returns the sharding of a weight that the ranks of one stage of a pipeline hold, and the others not at all.
+    """Returns the sharding of a weight that only the ranks of one stage of a pipeline hold.
 
     Args:
-      shape: Of the full weight.
-      sharding: Over the ranks of the stage; None where each of them holds the weight in full.
-      stage: Which one it is.
-      num_stages: How many there are.
+      shape: Shape of the full weight.
+      sharding: Sharding over the ranks of the stage; None if each of them holds the weight in full.
+      stage: Index of the stage.
+      num_stages: Number of stages.
 
     >>> columns = at_stage((3, 5), shard_along((3, 5), 1, 2, "model"), stage=1, num_stages=2)
     >>> columns.parts, columns.axis

@@ -1,6 +1,6 @@
 """`tfring test`: trains a small model on all ranks, and compares it with one process.
 
-`python -m tfring.test` is one rank of it.
+`python -m tfring.test` runs one of the ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tfring.strategy import RingStrategy
 _SCHEMA = 1
 _FAILED = 1
 _BATCHES = 20
-_ROWS_A_RANK = 128  # of a batch
+_ROWS_A_RANK = 128  # in a batch
 _EPOCHS = 3  # the last is timed; the first traces
 _NUM_IDS = 1000
-_TOLERANCE = 1e-3  # of a variable's largest weight: rounding stays far below, also that of TF32 on GPUs
+_TOLERANCE = 1e-3  # relative to a variable's largest weight; rounding stays far below, even with TF32 on GPUs
 
 
 class _Trained(NamedTuple):
@@ -35,13 +35,13 @@ class _Trained(NamedTuple):
 
 
 def run(as_json: bool = False) -> int:
-    """Takes this process's part; rank 0 compares and prints.
+    """Runs this process's part of the test; rank 0 compares and prints.
 
     Args:
-      as_json: One JSON document (docs/clusters.md) in place of text.
+      as_json: Whether to print one JSON document (docs/clusters.md) instead of text. Defaults to False.
 
     Returns:
-      The exit code: of rank 0, 1 if its weights are not those of one process; of all, 1 if they could not train.
+      The exit code: on rank 0, 1 if its weights are not those of one process; on all ranks, 1 if they could not train.
     """
     rank = 0
     try:
@@ -64,7 +64,7 @@ def _compare(as_json: bool) -> int:
     strategy.assert_equal(model.variables)
     differs = False
     if cluster.rank == 0:  # the others wait
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the model trains alone
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # the warning that the model trains alone
             alone = _train(_model(), batch)
         largest = max(map(_difference, together.weights, alone.weights))
         differs = not largest <= _TOLERANCE
@@ -112,7 +112,7 @@ def _text(document: dict[str, Any], difference: float) -> str:
 
 
 def _model() -> keras.Model:
-    """Returns a model with what ranks share: dense and sparse gradients, statistics of a batch, a metric."""
+    """Returns a model with everything that ranks share: dense and sparse gradients, batch statistics, a metric."""
     keras.utils.set_random_seed(1)
     ids, features = keras.Input((), dtype="int32"), keras.Input((32,))
     x = keras.layers.Concatenate()([keras.layers.Embedding(_NUM_IDS, 16)(ids), features])
@@ -124,7 +124,7 @@ def _model() -> keras.Model:
 
 def _train(model: keras.Model, batch: int) -> _Trained:
     draw = np.random.default_rng(1)
-    rows = _BATCHES * batch - 3  # so that shares of the last batch are unequal
+    rows = _BATCHES * batch - 3  # makes the shares of the last batch unequal
     ids, features = draw.integers(_NUM_IDS, size=rows, dtype="int32"), draw.normal(size=(rows, 32)).astype("float32")
     labels = np.tanh(features[:, :1] + ids[:, None] / _NUM_IDS)
     throughput = Throughput(batch)
@@ -133,7 +133,7 @@ def _train(model: keras.Model, batch: int) -> _Trained:
 
 
 def _difference(received: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest difference as a share of the largest value; NaN if there is one.
+    """Returns the largest difference relative to the largest value; NaN if either array contains NaN.
 
     >>> _difference(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
     0.5

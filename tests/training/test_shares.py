@@ -1,6 +1,7 @@
 """Shares of datasets: cut from batches of any size, fingerprinted, and made once for all calls."""
 
 import contextlib
+import pathlib
 
 import numpy as np
 import pytest
@@ -323,7 +324,7 @@ def counting():
         graph.__init__, dataset.__iter__ = init, iterate
 
 
-def second_calls():
+def second_calls(folder):
     """Returns what second calls trace and make, by name; of arrays beside those of Keras alone."""
     import keras
     import tensorflow as tf
@@ -343,10 +344,26 @@ def second_calls():
     def slices():
         return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH)
 
-    def mapped():
-        return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).map(lambda x, y: (2 * x, y)).batch(BATCH)
+    def doubled(x, y):
+        return 2 * x, y
 
-    kept = {"slices": slices(), "mapped": mapped()}
+    def mapped():
+        return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).map(doubled).batch(BATCH)
+
+    def zipped():
+        return tf.data.Dataset.zip(*map(tf.data.Dataset.from_tensor_slices, (x, x[:, :1]))).map(doubled).batch(BATCH)
+
+    def records():
+        path = pathlib.Path(folder, str(ring.rank), "data", "rows")  # ranks compare the last two names
+        path.parent.mkdir(parents=True)
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for row in x:
+                writer.write(row.tobytes())
+        rows = tf.data.TFRecordDataset(str(path)).repeat().take(len(x))  # so that their number is known
+        rows = rows.map(lambda row: tf.ensure_shape(tf.io.decode_raw(row, "float32"), [4]))
+        return rows.map(lambda row: (row, row[:1])).batch(BATCH)
+
+    kept = {"slices": slices(), "mapped": mapped(), "zipped": zipped(), "records": records()}
     calls = {
         "fit": lambda model, data: model.fit(data, verbose=0),
         "two epochs": lambda model, data: model.fit(data, epochs=2, verbose=0),
@@ -375,8 +392,8 @@ def second_calls():
     return counts, of_arrays
 
 
-def test_second_calls_trace_nothing_and_make_one_iterator_a_pass():
-    for counts, of_arrays in workers(2).run(second_calls):
+def test_second_calls_trace_nothing_and_make_one_iterator_a_pass(tmp_path):
+    for counts, of_arrays in workers(2).run(second_calls, str(tmp_path)):
         for name, count in counts.items():
             passes = 2 if name.startswith(("two epochs", "validation")) else 1
             assert count == {"functions": 0, "iterators": passes}, name

@@ -1,4 +1,4 @@
-"""The seams into Keras, where a strategy alone cannot put things right.
+"""The seams into Keras, for behavior that a strategy alone cannot correct.
 
 Each seam names what Keras does and the upstream issue, acts only on models, optimizers and variables that belong to
 a RingStrategy and on sharded tables, and leaves everything else in the process as it was. This package alone imports
@@ -17,13 +17,13 @@ _installed = False
 
 
 def install() -> None:
-    """Puts the seams in place, once a process; called by the first RingStrategy or ShardedEmbedding.
+    """Installs the seams, once per process. The first RingStrategy or ShardedEmbedding calls it.
 
-    Warns where Keras is newer than tested. `seam.restore()` takes them out again.
+    Warns if Keras is newer than tested. `seam.restore()` removes the seams again.
 
     Raises:
-      ConfigurationError: Where Keras is too old, runs on another backend, or was changed by another library; then
-        all is as it was.
+      ConfigurationError: If Keras is too old, runs on another backend, or was changed by another library. Keras is
+        then left unchanged.
     """
     global _installed
     if _installed:
@@ -59,7 +59,7 @@ def install() -> None:
     from tfring._keras.optimizers import adoption, server_updater, tensorflow_1
     from tfring._keras.sharding import slots
 
-    # Each function is replaced once, so that their order is of no importance.
+    # Each function is replaced once, so the order does not matter.
     for module in (
         metrics,
         losses,

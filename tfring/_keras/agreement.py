@@ -1,6 +1,7 @@
-"""Arrays, settings and models of `fit`, `evaluate` and `predict` are the same on every rank, or all say what differs.
+"""Checks that arrays, settings and models are the same on every rank; otherwise all ranks report what differs.
 
-A program's first data are often random numbers without a seed, or a random split: each rank has other rows then.
+It applies to `fit`, `evaluate` and `predict`. A program's first data are often unseeded random numbers or a random
+split: then each rank has different rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SETTINGS = (
     *("epochs", "initial_epoch", "batch_size", "steps_per_epoch", "shuffle", "class_weight", "steps"),
     *("validation_split", "validation_steps", "validation_batch_size", "validation_freq"),
 )
-_WHOLE_BYTES = 4 << 30  # larger arrays are compared by as many bytes of them, evenly spread
+_WHOLE_BYTES = 4 << 30  # of a larger array only this number of bytes is compared, evenly spread
 _BLOCK_BYTES = 4096
 
 _DATA = (
@@ -47,20 +48,20 @@ _PROGRAM = (
 def check_call(
     ring: Ring, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
 ) -> list[int]:
-    """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
+    """Compares the arguments of `fit`, `evaluate` or `predict` over all ranks, in one small collective.
 
     Args:
       ring: The workers of the model.
       model: The Keras model.
-      name: The method.
+      name: Name of the method.
       given: All its arguments by name.
-      numbers: What a rank needs of the others in this call.
+      numbers: Integers that state what this rank needs from the others in this call.
 
     Returns:
       The largest of each number over all ranks.
 
     Raises:
-      MismatchError: On every rank. The ring may be used on.
+      MismatchError: If ranks differ. Every rank raises it, and the ring stays usable.
     """
     if ring.cluster.world_size == 1 or (_goes_on_alone(ring) and name != "fit"):
         return list(numbers)
@@ -74,21 +75,21 @@ def check_call(
 
 
 def check_model(ring: Ring, model: Any, caller: str, graph: Any = None) -> None:
-    """Compares models and how they were compiled over all ranks, once before their first step, in one collective.
+    """Compares models and their compile settings over all ranks, once before the first step, in one collective.
 
     Args:
       ring: The workers.
       model: The Keras model, built.
-      caller: What trains it, for the message.
-      graph: The step's graph, whose constants are compared; None where there is none.
+      caller: Name of the function that trains it, for the message.
+      graph: The graph of the step. Its constants are compared. None if there is no graph.
 
     Raises:
-      MismatchError: On every rank. The ring may be used on.
+      MismatchError: If ranks differ. Every rank raises it, and the ring stays usable.
     """
     if ring.cluster.world_size == 1 or _goes_on_alone(ring):  # servers compare what workers train
         return
     items = {**configuration.of_compile(model), **configuration.of_model(model)}
-    if graph is not None and ring.mesh.pipeline == 1:  # stages have graphs of their own
+    if graph is not None and ring.mesh.pipeline == 1:  # stages have their own graphs
         items.update(configuration.of_graph(graph))
     check_equal(ring, caller, {}, items)
 
@@ -96,21 +97,21 @@ def check_model(ring: Ring, model: Any, caller: str, graph: Any = None) -> None:
 def check_equal(
     ring: Ring, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
 ) -> list[int]:
-    """Compares arguments over all ranks, in one small collective where they are equal.
+    """Compares arguments over all ranks, in one small collective if they are equal.
 
     Args:
       ring: The workers.
-      caller: What they were handed to, for the message.
-      arguments: By name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
-        datasets by the tables and constants of their functions, all else by its type.
-      settings: As `configuration` describes them.
-      numbers: What else travels in the collective.
+      caller: Name of the function that received them, for the message.
+      arguments: The arguments by name. Arrays, tensors and data frames, in any structure, are compared by shape, dtype
+        and values; datasets by the tables and constants of their functions; everything else by type.
+      settings: Items by name, as `configuration` describes them.
+      numbers: Integers to send in the same collective.
 
     Returns:
       The largest of each number over all ranks.
 
     Raises:
-      MismatchError: On every rank. The ring may be used on.
+      MismatchError: If ranks differ. Every rank raises it, and the ring stays usable.
     """
     control = ring.peers
     mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}
@@ -125,7 +126,7 @@ def check_equal(
     texts = control.all_gather(tf.constant(np.frombuffer(text, np.uint8)), name="arguments").numpy().tobytes()
     ends = np.cumsum(lengths)
     ranks = [json.loads(texts[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-    # From here on every rank knows the same, and raises.
+    # From here on every rank has the same information, and raises.
 
     def of(rank: int, name: str) -> list:
         return ranks[rank].get(name, ["nothing", None])
@@ -142,12 +143,12 @@ def check_equal(
 
 
 def _goes_on_alone(ring: Ring) -> bool:
-    """Returns whether this worker trains, evaluates and predicts by itself: under asynchronous updates."""
+    """Returns whether this worker trains, evaluates and predicts by itself, as with asynchronous updates."""
     return ring.updater is not None and ring.updater.is_star
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
-    """`(name, [text, digest])` of each array in a structure."""
+    """Yields `(name, [text, digest])` for each array in a structure."""
     if isinstance(value, dict):
         for key in value:
             yield from _described(f"{name}[{key!r}]", value[key])
@@ -168,7 +169,7 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
 
 
 def _compared(value: Any) -> list[str]:
-    """Returns a description of an array, and what is compared."""
+    """Returns a description of an array, and the string that is compared."""
     arrays = [np.asarray(part) for part in _dense_parts(value)]
     first = ", ".join(str(v) for v in arrays[0].ravel()[:3])
     text = f"{type(value).__name__} of shape {tuple(value.shape)}, {arrays[0].dtype}, beginning with {first}"
@@ -176,7 +177,10 @@ def _compared(value: Any) -> list[str]:
 
 
 def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
-    """As `_described`, of the arrays that a dataset is slices of, or files of its records; once: these never change."""
+    """Yields the same as `_described` for the arrays that a dataset slices, or the files of its records.
+
+    They are compared once, as they never change.
+    """
     plan = plan_of(dataset)
 
     def compared() -> dict[str, list[str]]:
@@ -193,7 +197,7 @@ def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
 
 
 def _compared_slices(array: tf.Tensor) -> list[str]:
-    """As `_compared`; of texts what `fingerprint` looks at: of paths the last two names."""
+    """Returns the same as `_compared`; strings are compared as in `fingerprint`: paths by their last two names."""
     if array.dtype != tf.string:
         return _compared(array)
     text = f"texts of shape {tuple(array.shape)}"
@@ -207,7 +211,7 @@ def _is_array(value: Any) -> bool:
 def _dense_parts(value: Any) -> list:
     if isinstance(value, tf.__internal__.CompositeTensor):
         return tf.nest.flatten(value, expand_composites=True)
-    if hasattr(value, "tocoo"):  # of SciPy
+    if hasattr(value, "tocoo"):  # a SciPy sparse array
         sparse = value.tocoo()
         return [sparse.data, sparse.row, sparse.col]
     return [value]

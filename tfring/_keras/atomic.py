@@ -1,4 +1,4 @@
-"""Files and folders that are written beside their path and renamed: ranks that write one path do not mix them."""
+"""Writes files and folders beside their path and renames them, so that ranks that write one path do not mix them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 
 _began = time.time()
-_placed: dict[pathlib.Path, int] = {}  # folders of this process, and the inode that each was given
+_placed: dict[pathlib.Path, int] = {}  # folders that this process placed, and their inodes
 
 
 @contextlib.contextmanager
 def replace_files(path: pathlib.Path) -> Iterator[str]:
-    """Yields a path beside this one. Each file that is there in the end, one or several, replaces that of its name.
+    """Yields a path beside this one. On exit each file written there, one or several, replaces the one of its name.
 
-    Ranks write the same bytes, or files that say which others belong to them are last: the index of a checkpoint.
+    Either ranks write the same bytes, or files that list the others, such as the index of a checkpoint, are moved last.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as made:
         yield os.path.join(made, path.name)
@@ -26,11 +26,11 @@ def replace_files(path: pathlib.Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def replace_folder(path: pathlib.Path, is_chief: bool) -> Iterator[str]:
-    """Yields a path beside this one; the folder that is there in the end stands at the path as a whole.
+    """Yields a path beside this one. On exit the folder written there is moved to the path as a whole.
 
-    Ranks' folders differ inside, though they load as the same model. So rank 0's remains, and another rank replaces
-    only what it has placed itself or what is older than this process: at a path of its own it finds its folder, and at
-    one that ranks share it does not disturb rank 0, which may read at once.
+    The folders of ranks differ inside, although they load as the same model. Rank 0's folder therefore remains, and
+    another rank replaces only a folder that it placed itself or that is older than this process. At its own path the
+    rank thus finds its own folder. At a shared path it does not disturb rank 0, which may read at once.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as made:
         new = pathlib.Path(made) / path.name
@@ -47,7 +47,7 @@ def _place(new: pathlib.Path, path: pathlib.Path, is_chief: bool) -> None:
     inode = new.stat().st_ino
     while True:
         try:
-            os.rename(new, path)  # to where nothing is, or an empty folder
+            os.rename(new, path)  # if the path does not exist or is an empty folder
             _placed[path] = inode
             return
         except OSError:
@@ -60,7 +60,7 @@ def _place(new: pathlib.Path, path: pathlib.Path, is_chief: bool) -> None:
 
 
 def _holds_only(path: pathlib.Path, new: pathlib.Path) -> bool:
-    """Returns True where all that is in a folder is in the new one, too: else the user keeps other files there."""
+    """Returns True if every entry of a folder is also in the new one. Otherwise the user keeps other files there."""
     return not path.exists() or (path.is_dir() and {p.name for p in path.iterdir()} <= {p.name for p in new.iterdir()})
 
 
@@ -70,7 +70,7 @@ def _is_replaceable(path: pathlib.Path) -> bool:
 
 
 def _move(made: pathlib.Path, to: pathlib.Path) -> None:
-    """Moves all files in a folder to where they belong in another, those last that say what the others are."""
+    """Moves all files of a folder to their places in another, those that describe the others last."""
     new = [pathlib.Path(at) / name for at, _, names in os.walk(made) for name in names]
     for file in sorted(new, key=lambda file: file.name.endswith((".index", ".pb", ".json"))):
         target = to / file.relative_to(made)

@@ -1,4 +1,4 @@
-"""Classes that Keras' own derive from in the place of Keras' bases for TensorFlow (docs/decisions/0021).
+"""Base classes that Keras' own classes derive from instead of Keras' TensorFlow bases (docs/decisions/0021).
 
 ```
 keras.Variable ─► RingVariable ─► Variable of Keras' TensorFlow backend
@@ -7,8 +7,8 @@ keras.Optimizer ─► ScopedOptimizer ─► TFOptimizer
 keras.Model ─► RingTrainer (trainer.py) ─► TensorFlowTrainer
 ```
 
-So methods of a user's class come first and reach these by `super()`. They act on objects of a RingStrategy and of
-sharded layers alone.
+Methods of a user's class therefore come first and reach these by `super()`. The base classes act only on
+objects of a RingStrategy and of sharded layers.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def install() -> None:
 
 
 class RingVariable(core.Variable):
-    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard.
+    """Aggregates what replicas write to a variable in a step, and accepts and shows the full value of a shard.
 
-    One that Keras makes later, after the trace of a layer without `build`, is then made in the scope that was open.
+    If Keras makes the variable later, after the trace of a layer without `build`, it is made in the scope that was open
+    at construction.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,12 +81,12 @@ class RingVariable(core.Variable):
             if sharding.sharding_of(self) is None:
                 return super()._deferred_initialize()
             ring = current_ring()
-            assert ring is not None  # which has the shards
+            assert ring is not None  # the ring that has the shards
             with ring.variables_of_worker():
                 return super()._deferred_initialize()
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Returns what files hold of a layer's weight."""
+        """Returns the value that files hold for a layer's weight."""
         found = slots.gathered(self)
         return super().__array__(*args, **kwargs) if found is None else found
 
@@ -96,12 +97,12 @@ class RingVariable(core.Variable):
         return int(self.numpy()) if self._is_distributed_scalar() else super().__int__()
 
     def _is_distributed_scalar(self) -> bool:
-        # Which is no number to Python.
+        # Python cannot convert such a value to a number.
         return not self.ndim and isinstance(self._value, tf.distribute.DistributedValues)
 
 
 class RingLayer(TFLayer):
-    """Builds a layer in the scope it was made in; TensorFlow does not write the shards of one."""
+    """Builds a layer in the scope it was made in, and prevents TensorFlow from writing its shards."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer, ring = super().__new__(cls, *args, **kwargs), current_ring()
@@ -124,18 +125,18 @@ class RingLayer(TFLayer):
 
 
 class ScopedOptimizer(TFOptimizer):
-    """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
+    """Turns an optimizer of the scope or of sharded tables into a RingOptimizer; rejects one made outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # One of no kind is what Keras makes, as it reads or writes a file, to see which attributes optimizers have. Its
-        # variables are no business of other ranks: they are in a graph, in which no scope was entered.
+        # When Keras reads or writes a file, it makes a plain Optimizer to see which attributes optimizers have. Its
+        # variables do not concern other ranks: they are made in a graph in which no scope was entered.
         is_example = type(self) is keras.optimizers.Optimizer and current_ring() is not None
         with tf.Graph().as_default() if is_example else contextlib.nullcontext():
             super().__init__(*args, **kwargs)
         if ring_of(self._distribution_strategy) is not None:
             join_ring(self)
         else:
-            leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
+            leave_ring(self)  # one made by `type(optimizer)(...)` from a ring's
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if not isinstance(self, RingOptimizer):

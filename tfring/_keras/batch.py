@@ -1,4 +1,4 @@
-"""The batch of `train_on_batch` and `test_on_batch`: cut where all workers were given the same, else each its own."""
+"""Slices the batch of `train_on_batch` and `test_on_batch` if all workers got the same; otherwise they keep theirs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfring.runtime import Ring
 
 
 def own_share(ring: Ring, batch: Any) -> Any:
-    """Returns this worker's rows of a batch that all workers were given alike; any other batch as it is.
+    """Returns this worker's rows of a batch if all workers were given the same one; any other batch as it is.
 
-    One eager collective. Workers that were given equal batches by chance lose nothing: their mean is that of one.
+    Runs one eager collective. Workers that were given equal batches by chance lose nothing: their mean is that of one.
 
     Args:
       ring: The workers.
-      batch: Of eager tensors, in any structure.
+      batch: Eager tensors in any structure.
     """
     control, rows = ring.control, num_rows(batch)
     if control.world_size == 1:

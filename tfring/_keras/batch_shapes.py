@@ -1,4 +1,4 @@
-"""Models with a fixed number of rows, such as stateful recurrent ones, and batches whose rows are known beforehand."""
+"""Models with a fixed batch size, such as stateful RNNs, and batches with a number of rows known in advance."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check(model: Any, batch_size: int | None) -> None:
     """Refuses batches that do not have a model's fixed number of rows, before the first step.
 
     Args:
-      model: A Keras model; one that takes any number of rows passes.
-      batch_size: Rows of a batch of all workers; None where it is unknown.
+      model: A Keras model. One that accepts any number of rows passes.
+      batch_size: Number of rows of the global batch. None if unknown.
 
     Raises:
-      ValueError: If they differ.
+      ValueError: If the numbers of rows differ.
     """
     given = fixed(model)
     if not given or batch_size is None or given == {batch_size}:
@@ -35,15 +35,16 @@ def check(model: Any, batch_size: int | None) -> None:
 
 
 def is_stateful(model: Any) -> bool:
-    """Returns True if layers remember something of each row of a batch, as stateful RNNs do."""
+    """Returns True if a layer keeps state for each row of a batch, as stateful RNNs do."""
     return any(getattr(layer, "stateful", False) for layer in all_layers(model))
 
 
 def fixed(model: Any) -> set[int]:
     """Returns the static numbers of rows of a model's inputs.
 
-    Of a Sequential model Keras notes that of a first batch, as if it had been given, and writes it to files. Only
-    layers that remember rows look at it. Beside inputs of any number of rows a fixed one is a constant.
+    For a Sequential model Keras records the rows of the first batch, as if the user had given their number, and writes
+    it to files. Only layers that keep state for rows use it. Beside inputs with any number of rows, a fixed input is a
+    constant.
     """
     import keras
 
@@ -55,17 +56,17 @@ def fixed(model: Any) -> set[int]:
 
 
 def of_call(given: Any) -> AbstractContextManager:
-    """Around a call of `fit`, `evaluate` or `predict`, which is given a dataset or something else."""
+    """Sets `static_rows_of_call` during a call of `fit`, `evaluate` or `predict` with a dataset or something else."""
     return setting(_local, "rows", _static_rows(given))
 
 
 def static_rows_of_call() -> int | None:
-    """Returns the rows of every batch of the call that runs, where one process knows their number before."""
+    """Returns the number of rows of every batch of the running call if one process knows it in advance, or None."""
     return getattr(_local, "rows", None)
 
 
 def _static_rows(given: Any) -> int | None:
-    """Returns the rows of every batch of a dataset, where they are static."""
+    """Returns the number of rows of every batch of a dataset if it is static, or None."""
     if not isinstance(given, tf.data.Dataset):
         return None
     counts = [static_rows(spec) for spec in tf.nest.flatten(given.element_spec)]

@@ -1,7 +1,7 @@
-"""Callbacks pointed at one shared folder by all workers: rank 0 writes, all ranks restore the same.
+"""Callbacks of workers that share one folder: rank 0 writes, and all ranks restore the same.
 
-Keras' callbacks know no chief: a second worker raises FileExistsError. And a callback that stops one rank would
-leave the others waiting.
+Keras' callbacks have no notion of a chief: a second worker raises FileExistsError. A callback that stops only one
+rank would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ _LOWEST = int(np.iinfo(np.int64).min)
 
 
 class LateCallback:
-    """A callback that runs after all others, wherever it stands in the list: it keeps what they have left.
+    """A callback that runs after all others, whatever its position in the list: it keeps the state they have left.
 
-    What it `wants` after a step or an epoch is asked in one collective; the largest number of any rank is `granted` to
-    all.
+    After a step or an epoch, one collective asks what it `wants`. The largest number of any rank is `granted` to all.
     """
 
     granted = 0
-    others: Sequence = ()  # the user's callbacks that are none of these
+    others: Sequence = ()  # the user's callbacks that are not LateCallbacks
 
     def wants(self) -> int:
         return 0
 
     def around_fit(self, model: Any) -> contextlib.AbstractContextManager:
-        """Entered before `fit` makes its first iterator, and left when it ends, however it ends."""
+        """Returns a context entered before `fit` makes its first iterator, and exited when `fit` returns or raises."""
         return contextlib.nullcontext()
 
 
 class _SaveNothing:
-    """Stands for the model while ModelCheckpoint of another rank than 0 decides what it would save."""
+    """Replaces the model while a ModelCheckpoint on a rank other than 0 decides what it would save."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -65,13 +64,13 @@ class _SaveNothing:
 
 @contextlib.contextmanager
 def _of_ring(callback: Any) -> Iterator[None]:
-    """While it lasts, a ModelCheckpoint saves on rank 0, and a SwapEMAWeights swaps averages in shards, too."""
+    """Makes a ModelCheckpoint save on rank 0, and a SwapEMAWeights swap sharded averages too, inside the context."""
     ours: dict[str, Callable] = {}
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         ours = {"_save_model": functools.partial(_save_model, callback)}
     elif isinstance(callback, keras.callbacks.SwapEMAWeights):
         ours = {"_tf_swap_variables": slots.swap_averages, "_tf_finalize_ema_values": slots.keep_averages}
-    found = [name for name in ours if name not in vars(callback)]  # else a call around this one did
+    found = [name for name in ours if name not in vars(callback)]  # otherwise an enclosing call did
     for name in found:
         vars(callback)[name] = functools.partial(ours[name], getattr(callback, name))
     try:
@@ -82,13 +81,13 @@ def _of_ring(callback: Any) -> Iterator[None]:
 
 
 def _save_model(callback: Any, original: Callable[..., Any], epoch: int, batch: int | None, logs: Any) -> None:
-    """Saves ModelCheckpoint's file on rank 0; the others take part in what rank 0 needs of them."""
+    """Saves ModelCheckpoint's file on rank 0; the other ranks take part in what rank 0 needs from them."""
     ring = ring_of_model(callback.model)
     if ring is None:
         return original(epoch, batch, logs)
     if type(callback) is not keras.callbacks.ModelCheckpoint:
-        # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
-        # Keras makes the folder where it sees none, though another rank may have made it since.
+        # A subclass of ModelCheckpoint may use the file afterwards, so every rank writes it, and none finds a partial
+        # file. Keras makes the folder if it sees none, although another rank may have made it in the meantime.
         tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(callback._get_file_path(epoch, batch, logs))))
     elif not ring.cluster.is_chief:
         model, path = callback._model, callback.filepath
@@ -101,7 +100,7 @@ def _save_model(callback: Any, original: Callable[..., Any], epoch: int, batch: 
 
 
 def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
-    """The callbacks this rank runs: those that only write files run on rank 0."""
+    """Returns the callbacks that this rank runs: those that only write files run on rank 0."""
     sharded = "shard_optimizer=True" if ring.shard_optimizer else ""
     sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
     if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
@@ -114,7 +113,7 @@ def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
         callbacks = [*(_BuiltOnAllRanks(ring, c) for c in callbacks if isinstance(c, backup)), *callbacks]
     if ring.cluster.is_chief:
         return list(callbacks)
-    for callback in callbacks:  # what extends CSVLogger may do more than write, so it runs
+    for callback in callbacks:  # a subclass of CSVLogger may do more than write, so it runs
         if isinstance(callback, keras.callbacks.CSVLogger) and type(callback) is not keras.callbacks.CSVLogger:
             callback.filename = os.devnull
     writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -122,7 +121,7 @@ def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
 
 
 class _BuiltOnAllRanks(keras.callbacks.Callback):
-    """Has all ranks build the optimizer if BackupAndRestore is about to build it on rank 0, to restore it.
+    """Makes all ranks build the optimizer if BackupAndRestore is about to build it on rank 0 in order to restore it.
 
     Args:
       ring: The workers.
@@ -143,18 +142,18 @@ class _BuiltOnAllRanks(keras.callbacks.Callback):
 
 
 class CallbackTraits(NamedTuple):
-    """The needs of the callbacks of a call, on all ranks: the largest of each number over ranks holds.
+    """The needs of the callbacks of a call. The largest of each number over all ranks applies.
 
     Attributes:
-      reads_train: Whether one may read the logs of a training batch.
-      reads_test: The same of a test batch.
-      watches_train: Whether one does something before each training batch.
-      watches_test: The same of test batches.
-      watches_predict: Whether one sees batches of `predict`.
-      any_callback: Whether there is one at all.
-      begins_epochs: Whether one does something before each epoch.
+      reads_train: Whether a callback may read the logs of a training batch.
+      reads_test: Whether a callback may read the logs of a test batch.
+      watches_train: Whether a callback does something before each training batch.
+      watches_test: Whether a callback does something before each test batch.
+      watches_predict: Whether a callback sees batches of `predict`.
+      any_callback: Whether there is any callback.
+      begins_epochs: Whether a callback does something before each epoch.
       rates: A digest of the optimizers' learning rates.
-      minus_rates: Its negative; so `largest` tells whether all have the same.
+      minus_rates: The negative of `rates`, so that `largest` tells whether all ranks have the same.
     """
 
     reads_train: int
@@ -173,13 +172,13 @@ class CallbackTraits(NamedTuple):
 
 
 def traits_of(name: str, model: Any, callbacks: Any, verbose: Any) -> CallbackTraits:
-    """Returns what this rank's callbacks need.
+    """Returns the needs of this rank's callbacks.
 
     Args:
       name: "fit", "evaluate" or "predict".
       model: The Keras model.
-      callbacks: What the user passes.
-      verbose: As Keras takes it; rank 0's progress bar reads logs.
+      callbacks: The callbacks that the user passes.
+      verbose: Verbosity mode, as in Keras. Rank 0's progress bar reads logs.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return CallbackTraits(1, 1, 1, 1, 1, 1, 1, 0, 0)
@@ -204,10 +203,10 @@ def prepared(name: str, callbacks: Any, model: Any, ring: Ring, traits: Callback
 
     Args:
       name: "fit", "evaluate" or "predict".
-      callbacks: What the user passes.
+      callbacks: The callbacks that the user passes.
       model: The Keras model.
       ring: The workers.
-      traits: What the callbacks of all ranks need.
+      traits: The needs of the callbacks of all ranks.
     """
     callbacks = callbacks_of_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, ring)
     if ring.updater is not None and name == "fit":
@@ -218,7 +217,7 @@ def prepared(name: str, callbacks: Any, model: Any, ring: Ring, traits: Callback
     others = [c for c in callbacks if c not in last]
     callbacks = [*others, Agreement(ring, name, last, traits)]
     if last and not any(isinstance(c, keras.callbacks.History) for c in others):
-        callbacks.append(keras.callbacks.History())  # which Keras would put after them
+        callbacks.append(keras.callbacks.History())  # otherwise Keras would append it after them
     for callback in last:
         callback.others = others
     return callbacks + last
@@ -226,7 +225,7 @@ def prepared(name: str, callbacks: Any, model: Any, ring: Ring, traits: Callback
 
 @contextlib.contextmanager
 def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
-    """While `fit`, `evaluate` or `predict` runs with these callbacks."""
+    """Prepares callbacks and model for the run of `fit`, `evaluate` or `predict` inside the context."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.unread_logs(model))
         if name == "fit":
@@ -234,18 +233,18 @@ def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
             for callback in callbacks if isinstance(callbacks, list) else ():
                 if isinstance(callback, LateCallback):
                     stack.enter_context(callback.around_fit(model))
-        for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also of a CallbackList
+        for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also those of a CallbackList
             stack.enter_context(_of_ring(callback))
         yield
 
 
 def _is_own(callback: Any, *methods: str) -> bool:
-    """Returns True if a callback has more in these methods than Keras' base class."""
+    """Returns True if a callback overrides any of these methods of Keras' base class."""
     return not all(utils.is_default(getattr(callback, method)) for method in methods)
 
 
 def _watches_begin(callback: Any, kind: str) -> bool:
-    """Returns True if a callback does something before each batch; those of Keras only count batches."""
+    """Returns True if a callback does something before each batch; Keras' own only count batches."""
     if type(callback) is keras.callbacks.TensorBoard:
         return False
     return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
@@ -264,16 +263,16 @@ def _reads_logs(callback: Any, kind: str) -> bool:
 
 
 class Agreement(keras.callbacks.Callback):
-    """Runs after the user's callbacks: what one rank decides, all ranks know.
+    """Runs after the user's callbacks, and tells all ranks what one rank decides.
 
-    It is also what makes a file that rank 0 wrote in a callback complete before any rank goes on. Without callbacks of
-    the user's it sends nothing: that the loop ends is agreed on by the loop itself (`loop.py`).
+    It also ensures that a file that rank 0 wrote in a callback is complete before any rank continues. Without user
+    callbacks it sends nothing: the loop itself agrees on its end (`loop.py`).
 
     Args:
       ring: The workers.
       name: "fit", "evaluate" or "predict".
       last: The callbacks that run after this one.
-      traits: What the callbacks of all ranks need.
+      traits: The needs of the callbacks of all ranks.
     """
 
     def __init__(self, ring: Ring, name: str, last: Sequence[LateCallback], traits: CallbackTraits) -> None:
@@ -293,7 +292,7 @@ class Agreement(keras.callbacks.Callback):
         self._leave_unread()
         if not self._traits.any_callback and self._rates_agree:
             return
-        # BackupAndRestore has restored on rank 0, if at all.
+        # If BackupAndRestore has restored, it has done so on rank 0.
         mine = [-2, 0]
         if self._ring.cluster.is_chief:
             epoch = getattr(self.model, "_initial_epoch", None)
@@ -309,7 +308,8 @@ class Agreement(keras.callbacks.Callback):
             self._agree("learning rates")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Else in the next status (`loop.py`). Without this method Keras would run callbacks in another thread.
+        # Otherwise the next status agrees on it (`loop.py`). Without this method Keras would run callbacks in another
+        # thread.
         if self._traits.watches_train or self._last:
             self._decide()
 
@@ -322,7 +322,7 @@ class Agreement(keras.callbacks.Callback):
             self._ring.peers.barrier(name="barrier")
 
     def _decide(self, *, with_rates: bool = False) -> None:
-        """Agrees on whether training stops, and on what the callbacks that run last want: one collective."""
+        """Agrees, in one collective, on whether training stops and on what the late callbacks want."""
         mine = [int(self.model.stop_training), *(c.wants() for c in self._last)]
         name = "stop_training"
         stop, *granted = self._agree(name, mine) if with_rates else self._world.largest(mine, name=name)
@@ -331,7 +331,7 @@ class Agreement(keras.callbacks.Callback):
             callback.granted = number
 
     def _agree(self, name: str, numbers: Sequence[int] = ()) -> list[int]:
-        """Gives every rank rank 0's learning rates, as callbacks left them; returns the largest of the numbers."""
+        """Gives every rank the learning rates that callbacks left on rank 0; returns the largest of each number."""
         own_rates = [(o, _own_rate(o)) for o in optimizers_of(self.model)]
         optimizers = [o for o, rate in own_rates if rate is not None]
         mine = [rate for _, rate in own_rates if rate is not None]
@@ -368,7 +368,7 @@ class Agreement(keras.callbacks.Callback):
 
 
 def _own_rate(optimizer: Any) -> float | None:
-    """The learning rate as the optimizer holds it; None where a schedule computes it."""
+    """Returns the learning rate that the optimizer holds, or None if a schedule computes it."""
     rate = getattr(optimizer, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
@@ -379,14 +379,14 @@ def _restored(callback: Any) -> bool:
 
 
 def all_variables(model: Any) -> list:
-    """Returns the variables of a model and of the optimizers it holds, those of its own first, each once."""
+    """Returns the variables of a model and of the optimizers it holds, each once, the model's own first."""
     optimizers = [model.optimizer] if model.optimizer is not None else []
     variables = [*model.variables, *(v for o in [*optimizers, *optimizers_of(model)] for v in o.variables)]
     return list({id(v): v for v in variables}.values())
 
 
 def broadcast_variables(ring: Ring, model: Any) -> None:
-    """Gives every rank rank 0's weights and optimizer state."""
+    """Gives every rank the weights and optimizer state of rank 0."""
     for variable in all_variables(model):
         [value] = ring.world.broadcast(
             [tf.convert_to_tensor(np.asarray(variable.numpy()))], name="restored variable"

@@ -1,4 +1,4 @@
-"""Failures speak of the user's program: which of its calls a rank was in, on which line, over which dataset."""
+"""Adds the place in the user's program to errors: the call that a rank was in, its line and its dataset."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tfring import _tf, program
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, Reason
 from tfring.runtime import Ring
 
-CALL = "the call"  # its name among what ranks compare
+CALL = "the call"  # its name among the items that ranks compare
 _RULE = (
     "All ranks make the same calls in the same order, none of them under `if rank == 0:`, and end together; what is to "
     "be printed or written once: docs/scripts.md."
 )
 _OF_DATA = (Reason.OTHER_BATCHES, Reason.ENDED_EARLY)
-_OF_CALLS = (Reason.CALLS_DIFFER, Reason.OTHER_LENGTHS, *_OF_DATA)  # whose errors do not tell the call
+_OF_CALLS = (Reason.CALLS_DIFFER, Reason.OTHER_LENGTHS, *_OF_DATA)  # their errors do not name the call
 _TOLD = "_tfring_told"
 
 
 def described(caller: str) -> str:
-    """Returns a call as the user finds it: "`model.fit` at train.py:12".
+    """Returns a call as the user finds it in the program: "`model.fit` at train.py:12".
 
     Args:
-      caller: Its name, such as "model.fit".
+      caller: Name of the call, such as "model.fit".
     """
     return f"`{caller}` at {_users_line()}"
 
@@ -42,17 +42,17 @@ def disagreement(call_of_0: str, rank: int, other_call: str) -> MismatchError:
 
 @contextlib.contextmanager
 def annotated_errors(ring: Ring, caller: str, arguments: dict) -> Iterator[None]:
-    """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
+    """Adds this rank's call to errors of the ring and of ranks that differ. The innermost such context adds it.
 
     Args:
       ring: The workers.
-      caller: "model.fit" and the like.
-      arguments: What it was given, by name.
+      caller: Name of the call, such as "model.fit".
+      arguments: Arguments of the call by name.
     """
     try:
         yield
     except (MismatchError, PeerLostError, CollectiveTimeoutError) as error:
-        of_arguments = isinstance(error, MismatchError) and error.reason not in _OF_CALLS  # alike on all ranks
+        of_arguments = isinstance(error, MismatchError) and error.reason not in _OF_CALLS  # the same on all ranks
         if not of_arguments and not hasattr(error, _TOLD):
             _add(error, _sentences(ring, caller, arguments, error.reason))
         setattr(error, _TOLD, True)
@@ -60,7 +60,7 @@ def annotated_errors(ring: Ring, caller: str, arguments: dict) -> Iterator[None]
 
 
 def _sentences(ring: Ring, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
-    who = "It" if reason in _OF_DATA else f"Rank {ring.cluster.rank}"  # which every rank raises, in the same words
+    who = "It" if reason in _OF_DATA else f"Rank {ring.cluster.rank}"  # "It": every rank raises the same text
     yield f"{who} was in {described(caller)}"
     if reason in _OF_DATA:
         for name, value in arguments.items():
@@ -75,11 +75,11 @@ def _add(error: Exception, sentences: Iterable[str]) -> None:
     text = f"{str(error).rstrip('.')}. {''.join(sentences)}"
     error.args = (text,)
     if isinstance(error, tf.errors.OpError):
-        error._message = text  # as its initialiser sets it; `message` reads it
+        error._message = text  # its initializer sets this, and `message` reads it
 
 
 def _steps(dataset: tf.data.Dataset) -> str:
-    """The steps of a pipeline, as far as it is a row of them: "from_tensor_slices.shuffle.batch"."""
+    """Returns the transformations of a pipeline, as far as it is linear: "from_tensor_slices.shuffle.batch"."""
     names: list[str] = []
     while True:
         kind = _tf.dataset_step(dataset).kind
@@ -92,7 +92,7 @@ def _steps(dataset: tf.data.Dataset) -> str:
 
 
 def _users_line() -> str:
-    """Returns the line of the program itself, no library's, that runs: "train.py:12"."""
+    """Returns the running line of the program itself, not of a library: "train.py:12"."""
     packages = program.folders_of("tfring", "keras", "tensorflow", "os")
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename

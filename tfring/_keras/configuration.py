@@ -1,8 +1,8 @@
-"""Describes what ranks have to share before they train: the model, how it was compiled, tables, constants of its graph.
+"""Describes what must be equal on all ranks before training: model, compile settings, tables, constants of the graph.
 
-Each item is `name: [text for an error, what is compared]`. Python orders sets of strings by a hash that each process
-seeds for itself; so names in lists, inputs, layers and vocabularies may come in another order on each rank, and weights
-are paired by their position. Names that Keras numbers count up in a process: of these the order alone is compared.
+Each item is `name: [text for an error, compared text]`. Python orders sets of strings by a hash that each process seeds
+itself, so the order of names in lists, inputs, layers and vocabularies may differ from rank to rank, while weights are
+paired by position. Keras numbers names with a counter of the process, so only the order of these numbers is compared.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from tfring._keras.sharding import sharding_of
 from tfring.data.plan import plan_of
 
 _MOST_TEXT = 100  # characters of a value in an error
-# In configurations: where code lies, shapes of a rank's rows, what a rank draws for itself, what is compared by itself.
+# Keys of configurations: the location of code, shapes of a rank's rows, a rank's own random numbers, and items that
+# are compared separately.
 _NOT_COMPARED = ("module", "registered_name", "build_config", "batch_shape", "seed", "vocabulary")
 _COMPARED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _COMPARED_NUMBERS = tuple(dtype.as_datatype_enum for dtype in _COMPARED)
 
 
 def of_compile(model: Any) -> dict:
-    """Describes the loss, metrics and optimizers of a compiled model; learning rates are rank 0's on all ranks."""
+    """Describes the loss, metrics and optimizers of a compiled model. All ranks use the learning rates of rank 0."""
     import keras
 
     items: dict = {}
@@ -53,7 +54,7 @@ def of_compile(model: Any) -> dict:
 
 
 def of_model(model: Any) -> dict:
-    """Describes the layers of a model, their settings, tables and vocabularies, what each is called on, and weights."""
+    """Describes the layers of a model with their settings, tables, vocabularies and inputs, and the model's weights."""
     layers = all_layers(model)
     operations = [op for layer in layers for op in getattr(layer, "_operations", ())]
     names = _Names([*layers, *operations])
@@ -78,16 +79,16 @@ def of_model(model: Any) -> dict:
 
 
 def of_graph(graph: Any) -> dict:
-    """Describes the constants of a graph that hold several fractions: what Python drew while it was traced.
+    """Describes the constants of a graph that hold several floats: what Python drew while it was traced.
 
-    Whole numbers are left out, among which are each rank's bounds and seeds, and texts, which are names.
+    Integers are left out, as they include each rank's bounds and seeds; so are strings, which are names.
     """
     nodes = filter(_may_differ, _tf.nodes_of(graph))
     arrays = [(tf.make_ndarray(node.attr["value"].tensor), node.name) for node in nodes]
     for tensor, inner in graph.captures:
         if tf.is_tensor(tensor) and not hasattr(tensor, "graph") and tensor.dtype in _COMPARED:
             arrays.append((tensor.numpy(), inner.op.name))
-    found: dict = {}  # each once: how often one stands in a graph is of no importance
+    found: dict = {}  # each once: its number of occurrences in a graph does not matter
     for array, where in arrays:
         if array.size > 1:
             kind = f"constant of shape {array.shape}, {array.dtype.name}"
@@ -98,7 +99,7 @@ def of_graph(graph: Any) -> dict:
 
 
 def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
-    """Describes the tables, and the constants, that functions of a `tf.data` pipeline hold."""
+    """Describes the tables and the constants that functions of a `tf.data` pipeline hold."""
     items: dict = {}
     plan = plan_of(dataset)
     for tables, constants in plan.kept("held", lambda: [(_tables_of(graph), of_graph(graph)) for graph in plan.graphs]):
@@ -108,28 +109,28 @@ def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
 
 
 def item(value: Any) -> list:
-    """Describes a setting: numbers, texts, arrays, Keras' objects by their configuration, in any structure."""
+    """Describes a setting: numbers, strings, arrays, and Keras objects by their configuration, in any structure."""
     text, *_ = [*_readable(lambda value: [json.dumps(_plain(value))], value), json.dumps(type(value).__name__)]
     return [text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "...", text]
 
 
 def number(value: Any) -> int:
-    """Returns an integer of 56 bits that is the same for what JSON writes alike."""
+    """Returns a 56-bit integer that is the same for values with the same JSON."""
     return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=7).digest(), "little")
 
 
 def digest(array: np.ndarray) -> str:
-    """Returns a short text that is the same for arrays with the same bits: their XXH3, at memory's speed."""
+    """Returns a short string that is the same for arrays with the same bits: their XXH3 hash, at memory speed."""
     if array.dtype.hasobject:
         octets = repr(array.tolist()).encode()
     else:
-        # By octets: the buffers of dtypes that are not NumPy's own, such as bfloat16, are not to be cast.
+        # As bytes: the buffers of dtypes that are not NumPy's own, such as bfloat16, cannot be cast.
         octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return xxhash.xxh3_64_hexdigest(octets)
 
 
 class _Names(dict):
-    """Names by layers and operations; of those that end in a number the order of these numbers is kept."""
+    """Maps layers and operations to names. Of names that end in a number, only the order of the numbers is kept."""
 
     def __init__(self, operations: Iterable[Any]) -> None:
         super().__init__()
@@ -149,14 +150,14 @@ class _Names(dict):
 
 
 def _calls(layer: Any, names: _Names) -> Iterator[tuple[str, list]]:
-    """`(name, inputs of each call)` of the operations of a functional model, and what it takes and returns."""
+    """Yields `(name, inputs of each call)` of the operations of a functional model, and its inputs and outputs."""
     if not hasattr(layer, "_operations"):
         return
 
     def origins(tensors: Sequence[Any]) -> list:
         return [[names[t._keras_history.operation], t._keras_history.tensor_index] for t in tensors]
 
-    own = set(layer._nodes)  # their keys
+    own = set(layer._nodes)  # keys of its nodes
     for op in layer._operations:
         calls = [node for i, node in enumerate(op._inbound_nodes) if f"{id(op)}_ib-{i}" in own]
         yield names[op], [origins(node.arguments.keras_tensors) for node in calls]
@@ -165,14 +166,17 @@ def _calls(layer: Any, names: _Names) -> Iterator[tuple[str, list]]:
 
 
 def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
-    """`(name, value)` of a layer: configuration of one of Keras', and texts in lists and dicts that are attributes."""
+    """Yields `(name, value)` of a layer: the configuration of a Keras layer, and attributes that hold strings.
+
+    Such attributes are lists or dicts.
+    """
     import keras
 
     if type(layer).__module__.startswith("keras.") and not isinstance(layer, (keras.Model, keras.layers.Lambda)):
         yield from _config(layer).items()
     own = () if type(layer).__module__.startswith(("keras.", "tfring.")) else vars(layer).items()
     for name, value in own:
-        # Names of a functional model's outputs are numbered by Keras; `_calls` compares which layers they are of.
+        # Keras numbers the names of a functional model's outputs; `_calls` compares the layers that they come from.
         if name.startswith("_") or name == "output_names" or not isinstance(value, (dict, list, tuple)) or not value:
             continue
         texts = list(value)
@@ -189,7 +193,7 @@ def _config(thing: Any) -> dict:
 
 
 def _readable(read: Callable[[Any], Iterable], thing: Any) -> list:
-    """Returns what `read(thing)` yields, nothing if it raises: a user's own may raise whatever it likes."""
+    """Returns what `read(thing)` yields, nothing if it raises: a user's object may raise any exception."""
     try:
         return list(read(thing))
     except Exception:
@@ -197,13 +201,13 @@ def _readable(read: Callable[[Any], Iterable], thing: Any) -> list:
 
 
 def _without_numbers(config: dict) -> dict:
-    """A configuration without the number that Keras appends to a name."""
+    """Returns a configuration without the number that Keras appends to a name."""
     name = config.get("name")
     return {**config, "name": re.sub(r"_\d+$", "", name)} if isinstance(name, str) else config
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON can hold of a setting; types in place of what may show an address."""
+    """Returns the parts of a setting that JSON can hold, with types in place of values that may show an address."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -211,7 +215,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, dict) and value.get("class_name") == "__lambda__" and "value" in value["config"]:
-        return _plain(value["config"]["value"][:2])  # not what it closes over, such as names that Keras counts
+        return _plain(value["config"]["value"][:2])  # without its closure, such as names that Keras numbers
     if isinstance(value, dict):
         return {str(name): _plain(v) for name, v in _without_numbers(value).items() if name not in _NOT_COMPARED}
     if isinstance(value, (list, tuple)):
@@ -225,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tables(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """`(what, text, digest)` of vocabularies and tables that are attributes of a layer."""
+    """Yields `(what, text, digest)` of vocabularies and tables that are attributes of a layer."""
     if hasattr(layer, "get_vocabulary"):
         without = "include_special_tokens" in inspect.signature(layer.get_vocabulary).parameters
         words = layer.get_vocabulary(**{"include_special_tokens": False} if without else {})
@@ -238,7 +242,7 @@ def _tables(layer: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _tables_of(graph: Any) -> dict:
-    """Describes the tables that a graph looks things up in, as far as it does so itself."""
+    """Describes the tables in which the operations of a graph itself look up values."""
     items: dict = {}
     for op in graph.get_operations():
         if op.type == "LookupTableFindV2":
@@ -251,14 +255,14 @@ def _tables_of(graph: Any) -> dict:
 
 
 def _exported(keys: tf.Tensor, values: tf.Tensor) -> tuple[str, str]:
-    """`(text, digest)` of a table, whose entries come in no order."""
+    """Returns `(text, digest)` of a table, which exports its entries in no particular order."""
     order = np.argsort(keys.numpy())
     keys, values = keys.numpy()[order], values.numpy()[order]
     return f"{len(keys)} entries, {_beginning(keys)}", digest(keys) + digest(values)
 
 
 def _may_differ(node: Any) -> bool:
-    """Returns True if a node holds several values of a compared kind; where all are one, TensorFlow keeps one."""
+    """Returns True if a node holds several values of a compared dtype. TensorFlow keeps one value if all are equal."""
     tensor = node.attr["value"].tensor
     if node.op != "Const" or tensor.dtype not in _COMPARED_NUMBERS:
         return False

@@ -1,4 +1,4 @@
-"""`keras.utils.get_file` called by all workers at once: files appear whole, and one worker of a host downloads."""
+"""Lets all workers call `keras.utils.get_file` at once: files appear complete, and one worker per host downloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def install() -> None:
             return original(url, filename, *args, **kwargs)
         before = _identity(filename)
         with _locked(filename):
-            if _identity(filename) != before:  # while this worker waited
+            if _identity(filename) != before:  # it changed while this worker waited
                 return filename, None
             with tempfile.TemporaryDirectory(prefix=".download-", dir=os.path.dirname(filename)) as folder:
                 made = os.path.join(folder, "file")
@@ -46,10 +46,10 @@ def install() -> None:
 
 
 def _has_others() -> bool:
-    """Returns True where the environment says that this process is one of several workers."""
+    """Returns True if the environment says that this process is one of several workers."""
     try:
         found = detection.find(os.environ)
-    except ConfigurationError:  # which RingStrategy() will raise
+    except ConfigurationError:  # RingStrategy() will raise it
         return False
     return found is not None and found.world_size > 1
 
@@ -64,7 +64,7 @@ def _identity(path: str) -> tuple | None:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Waits for workers of this host that hold the lock of a path; goes on without one where there are no locks."""
+    """Waits for workers of this host that hold the lock of a path; continues without it if there are no locks."""
     import fcntl
 
     with contextlib.ExitStack() as stack:
@@ -77,7 +77,7 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _move(folder: str, to: str) -> None:
-    """Moves all that is in a folder into another, each file in place of the one that is there."""
+    """Moves the contents of a folder into another; each file replaces the existing one."""
     os.makedirs(to, exist_ok=True)
     for at, names, files in os.walk(folder):
         target = os.path.normpath(os.path.join(to, os.path.relpath(at, folder)))

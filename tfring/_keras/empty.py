@@ -1,6 +1,7 @@
-"""Sums of empty shards, as optimizers form them: Keras' TensorFlow backend drops dimensions of size 0.
+"""Adds empty shards, as optimizers do: Keras' TensorFlow backend drops dimensions of size 0.
 
-It adds what could be a bias by `tf.nn.bias_add`, and takes a shard of shape `[0, n]` for a bias of `n` elements.
+It adds whatever could be a bias with `tf.nn.bias_add`, and mistakes a shard of shape `[0, n]` for a bias of `n`
+elements.
 """
 
 from __future__ import annotations

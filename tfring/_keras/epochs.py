@@ -25,7 +25,7 @@ from tfring.step import trace
 
 
 def install() -> None:
-    """Has Keras make a RingEpochIterator where it makes an iterator for a RingStrategy."""
+    """Makes Keras create a RingEpochIterator whenever it creates an iterator for a RingStrategy."""
 
     @seam(trainer.TFEpochIterator, "__new__")
     def choose(
@@ -36,30 +36,30 @@ def install() -> None:
 
 
 class RingEpochIterator(trainer.TFEpochIterator):
-    """Draws this worker's shares of batches that all ranks draw in one order.
+    """Draws this worker's shares of batches, which all ranks draw in the same order.
 
     Attributes:
-      data_adapter: Keras' own of the data.
-      loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; else None.
-      source: The data before it is distributed; a `tf.data.Dataset`, `ArrayBatches`, or what the program has
-        distributed.
-      position: To resume from in the next pass, a `resume.Position`; None to begin at the beginning.
+      data_adapter: Keras' data adapter.
+      loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; otherwise None.
+      source: The data before it is distributed: a `tf.data.Dataset`, an `ArrayBatches`, or a dataset that the program
+        has distributed.
+      position: The `resume.Position` at which the next pass resumes; None to start at the beginning.
     """
 
     data_adapter: Any
 
     def __init__(self, distribute_strategy: Any, *args: Any, **kwargs: Any) -> None:
         ring = ring_of(distribute_strategy)
-        assert ring is not None  # by the function that makes it
+        assert ring is not None  # ensured by the function that makes it
         seed = None
         self.loop: Loop | None = None
         if kwargs.get("shuffle") and ring.cluster.world_size > 1:
             if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
                 kwargs.update(x=inputs.agreed_order(kwargs["x"], ring), shuffle=False)
-            elif inputs.global_seed(ring) is None:  # else Keras' order is the same on all ranks, as in one process
+            elif inputs.global_seed(ring) is None:  # otherwise all ranks have Keras' order, as in one process
                 seed = inputs.agreed_seed(ring)
         with inputs.shuffling_by(seed):
-            # Not that of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
+            # Skips the constructor of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy, self._ring = distribute_strategy, ring
             given = inputs.dataset_of(self.data_adapter, ring)
@@ -76,7 +76,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
             self.position: resume.Position | None = None
             ahead = 2
             if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
-                # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
+                # Batches that are drawn ahead are lost to the next iterator, and their number differs between ranks.
                 ahead, dataset = 0, inputs.dataset_before_prefetch(dataset)
             if not is_distributed:
                 if ring.updater is not None and isinstance(dataset, tf.data.Dataset):
@@ -116,19 +116,19 @@ class RingEpochIterator(trainer.TFEpochIterator):
         return super()._enumerate_iterator()
 
     def _has_arrays_in_order(self, seed: int | None) -> bool:
-        """Returns True for arrays that Keras does not shuffle: as they are, or in an order of tfring's own."""
+        """Returns True for arrays that Keras does not shuffle: they keep their order or have one of tfring's own."""
         adapter = self.data_adapter
         return isinstance(adapter, array_data_adapter.ArrayDataAdapter) and (not adapter._shuffle or seed is not None)
 
     def _get_iterator(self) -> Any:
-        # At an epoch's end Keras makes one more, from which no step draws if an epoch is the whole dataset. Shuffles
-        # count it.
+        # At the end of an epoch Keras makes one more iterator, which shuffles count. No step draws from it if an epoch
+        # is the whole dataset.
         begins, self._begins = self._begins, False
         needed = begins or self.steps_per_epoch or not self._yields_alike
         return super()._get_iterator() if needed else ()
 
 
 def _rows_of_a_batch(adapter: Any) -> int | None:
-    """Returns the rows of a full batch of Keras' adapter: all of its arrays, if they have fewer than that."""
+    """Returns the number of rows of a full batch of Keras' adapter, or of its arrays if they have fewer."""
     rows = getattr(adapter, "_num_samples", None)
     return adapter.batch_size if rows is None else min(adapter.batch_size, rows)

@@ -1,8 +1,8 @@
 """Edits each step once it is traced, so that replicas compute what one process would.
 
-Keras' step runs on each replica with its own rows. `partition.expect` marks what tfring takes for a mean or a sum over
-rows (gradients, state, logs, outputs); `partition.declare` marks what is known of them. A step in which something
-cannot be converted, and one that runs eagerly, is computed from the rows of all replicas (`whole.py`).
+Keras' step runs on each replica with its own rows. `partition.expect` marks the values that tfring treats as a mean or
+a sum over rows (gradients, state, logs, outputs); `partition.declare` marks what is known of values. A step that runs
+eagerly, or has a part that cannot be converted, is computed from the rows of all replicas (`whole.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tfring.runtime import Ring
 from tfring.step import graphs
 
 _log = logging.getLogger("tfring")
-_logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has logged
+_logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the texts that each strategy has logged
 
 
 class OfWholeBatch(Exception):
-    """A step has to be traced again, as that of the whole batch.
+    """Raised when a step has to be traced again, as a step of the whole batch.
 
     Attributes:
-      reason: The findings, or a sentence, that say why its rows cannot be divided.
+      reason: The findings or the sentence that explain why its rows cannot be divided.
     """
 
     def __init__(self, reason: Sequence[partition.Finding] | str) -> None:
@@ -41,11 +41,11 @@ class OfWholeBatch(Exception):
 
 
 def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
-    """Returns the way in which a step begins to be traced; and why, if its rows cannot be divided.
+    """Returns the way in which a step is first traced, and the reason if its rows cannot be divided.
 
     Args:
       ring: The workers.
-      model: Whose step it is.
+      model: The Keras model of the step.
     """
     if _is_of_own_rows(ring):
         return steps.Way.OWN, ""
@@ -57,7 +57,7 @@ def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
 
 
 def _is_of_own_rows(ring: Ring) -> bool:
-    """Returns True if each replica computes from its own rows, since it is alone or trains by itself on purpose."""
+    """Returns True if each replica computes from its own rows, as it is alone or trains by itself on purpose."""
     trains_alone = ring.updater is not None and not ring.updater.weighs
     return ring.num_replicas == 1 or ring.mesh.pipeline > 1 or trains_alone
 
@@ -68,7 +68,7 @@ def tell_whole(ring: Ring, model: Any, step: str, reason: Sequence[partition.Fin
 
 
 def of_own_rules(ring: Ring, model: Any) -> str:
-    """Returns a sentence on the layers of a model that compute what one process does not; "" if there are none."""
+    """Returns a sentence about the layers of a model that differ from one process in what they compute, or ""."""
     if _is_of_own_rows(ring) or model.run_eagerly:
         return ""
     layers = [layer for layer in all_layers(model) if layer.trainable]
@@ -90,7 +90,7 @@ def _draws(layer: Any) -> bool:
     """Returns True if a layer draws random numbers for rows when it trains."""
     has_generator = getattr(layer, "seed_generator", None) is not None
     is_noise = has_generator and any(getattr(layer, name, None) for name in ("rate", "stddev"))
-    return is_noise or getattr(layer, "generator", None) is not None  # the latter of an augmentation
+    return is_noise or getattr(layer, "generator", None) is not None  # augmentation layers have the latter
 
 
 def _name(model: Any, step: str) -> str:
@@ -109,15 +109,15 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
 
     Args:
       ring: The workers.
-      model: Whose step it is.
+      model: The Keras model of the step.
       step: The name of Keras' method, such as "train_step".
-      rows: int64 `[num_replicas]`, each replica's rows of the batch; or a function that exchanges them.
+      rows: int64 `[num_replicas]`, the number of rows of each replica; or a function that exchanges these numbers.
 
     Returns:
-      Operations after which replicas have exchanged what they need.
+      Operations after which the replicas have exchanged what they need.
 
     Raises:
-      OfWholeBatch: If something cannot be converted.
+      OfWholeBatch: If a part of the step cannot be converted.
     """
     try:
         graph = tf.compat.v1.get_default_graph()
@@ -131,7 +131,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
                 made = partition.apply_edits(analysis, _Exchange(ring, rows() if callable(rows) else rows))
     except OfWholeBatch:
         raise
-    except Exception as error:  # a graph of a kind that was never seen
+    except Exception as error:  # a graph of an unknown kind
         _log.debug("A step is not edited.", exc_info=True)
         raise OfWholeBatch(f"Its graph is of an unknown kind: {error!r}.") from error
     if analysis.findings:
@@ -143,7 +143,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
 
 
 class _Exchange:
-    """See `partition.Exchange`: over the control channel, whose collectives of a step run in one order with these."""
+    """Implements `partition.Exchange` over the control channel, in one order with its other collectives of a step."""
 
     def __init__(self, ring: Ring, rows: tf.Tensor) -> None:
         self._control: Any = ring.control
@@ -180,7 +180,7 @@ def expect_outputs(outputs: Any) -> Any:
 
 
 def _held(handle: Any) -> str:
-    """Returns what replicas hold in the variable of a handle: "copies", "parts" of a sum, or "values" of their own."""
+    """Returns what replicas hold in the variable of a handle: "copies", "parts" of a sum, or their own "values"."""
     variable = _tf.variable_of_replicas(graphs.outermost(handle))
     if variable is None:
         return "values"
@@ -197,16 +197,16 @@ _LIBRARIES = ("keras", "keras_rs", "tensorflow")
 
 
 def is_own_statistic(variable: Any) -> bool:
-    """Returns True for moving statistics of what each replica has normalized by itself; see `declared_layers`."""
+    """Returns True for moving statistics of layers that each replica normalizes by itself; see `declared_layers`."""
     return getattr(variable, "_tfring_own_statistic", False)
 
 
 @contextlib.contextmanager
 def declared_layers(model: Any) -> Iterator[None]:
-    """While a step is traced, what is known of layers is declared.
+    """Declares what is known of layers while a step is traced.
 
-    Batch normalization that is not synchronized is each replica's own, as Keras has it. Keras' layers compute each row
-    of ragged and sparse tensors by itself; the operations by which they do are not looked into.
+    Batch normalization that is not synchronized is each replica's own, as in Keras. Keras' layers compute each row of
+    ragged and sparse tensors by itself; the operations that they use for it are not analyzed.
     """
     patched: list[tuple[dict, str]] = []
 
@@ -241,7 +241,7 @@ def _of_own_rows(moments: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _computes_by_row(layer: Any) -> bool:
-    """Returns True for a layer of Keras' that computes each row by itself, with nothing of the user's in it."""
+    """Returns True for a Keras layer that computes each row by itself and contains nothing of the user's."""
     if layer._layers or layer.non_trainable_variables or isinstance(layer, (keras.layers.Lambda, keras.Model)):
         return False
     axes = [getattr(layer, name, None) for name in ("axis", "axes")]

@@ -1,10 +1,11 @@
-"""A user's `tf.function` that a step calls is traced into the step, as if it were not decorated.
+"""Traces a user's `tf.function` that a step calls into the step, as if it were not decorated.
 
-A step notes what its replicas write, and knows their shares of the batch, while it is traced. A function of its own is
-traced once and called from other steps' graphs, too, which would know of nothing then, or find tensors of another.
+While a step is traced, it notes what its replicas write, and knows their shares of the batch. A separate function is
+traced once and is also called from the graphs of other steps, which would then have no notes, or find tensors of
+another graph.
 
-A function that Keras calls where it holds values beside the variables is traced in place as well: as it builds a model,
-and as results of metrics are computed from sums over replicas.
+A function that Keras calls while it holds values beside the variables is traced in place as well: when Keras builds a
+model, and when results of metrics are computed from sums over replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from tfring import _tf, step
 from tfring._keras.seam import seam
 
-_OF_LIBRARIES = ("tensorflow.", "keras.", "tfring.")  # which write nothing, or know of steps
+_OF_LIBRARIES = ("tensorflow.", "keras.", "tfring.")  # they write nothing, or know about steps
 
 
 def install() -> None:
@@ -27,8 +28,8 @@ def install() -> None:
         running = step.current()
         in_step = running is not None and running.active is not None
         if running is not None and running.share is None and tf.executing_eagerly():
-            in_step = False  # a loop of the user's own, whose function it may be
-        # Where Keras holds values beside the variables, a graph of its own would hold those of one moment.
+            in_step = False  # a custom loop, to which the function may belong
+        # While Keras holds values beside the variables, a separate graph would keep the values of one moment.
         if not (in_step or in_stateless_scope()) or not _is_of_user(self):
             return original(self, *args, **kwargs)
         return _tf.call_unwrapped(self, _as_declared(self, args), kwargs)
@@ -41,7 +42,7 @@ def _is_of_user(function: Any) -> bool:
 
 
 def _as_declared(function: Any, args: Sequence[Any]) -> list:
-    """Arguments as the tensors that an `input_signature` asks for."""
+    """Returns arguments as the tensors that an `input_signature` declares."""
     signature = function.input_signature
     if signature is None or len(signature) < len(args):
         return list(args)

@@ -1,8 +1,9 @@
-"""All ranks draw the same batches, also where the user shuffles without a seed.
+"""Makes all ranks draw the same batches, even if the user shuffles without a seed.
 
-Each rank cuts its share out of the same global batch, so the order must be the same on all. Keras shuffles arrays
-and PyDatasets by each process's own random numbers, `dataset.shuffle(n)` likewise: a quarter of the rows would be
-missed and a quarter seen twice in each epoch with two workers. Here ranks agree on a seed before data is drawn.
+Each rank slices its share from the same global batch, so the order must be the same on all ranks. Keras shuffles
+arrays and PyDatasets with each process's own random numbers, and so does `dataset.shuffle(n)`: with two workers, a
+quarter of the rows would be missed and a quarter seen twice in each epoch. Here ranks agree on a seed before data is
+drawn.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from tfring.seeding import PlacedSeeds
 from tfring.setting import setting
 
 _local = threading.local()
-_num_seeds = itertools.count()  # that this process has drawn
+_num_seeds = itertools.count()  # number of seeds that this process has drawn
 
 
 def agreed_seed(ring: Ring) -> int:
-    """Returns a random seed, the same on every rank: rank 0's.
+    """Returns a random seed, the same on every rank: that of rank 0.
 
-    From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before, or else
-    from the run's seed. Python's generator, from which Keras seeds layers, is left where one process would have it.
+    The seed comes from TFRING_DATA_SEED, with which a restarted job draws what it drew before; otherwise from the run's
+    seed; otherwise from the system. Python's generator, from which Keras seeds layers, stays as in one process.
     """
     given = config.read("TFRING_DATA_SEED")
     given = seeding.current() if given is None else given
@@ -50,21 +51,21 @@ def agreed_seed(ring: Ring) -> int:
 
 
 def global_seed(ring: Ring) -> int | None:
-    """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, else None."""
+    """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, otherwise None."""
     seed = _tf.eager_context.global_seed()
     agreed = ring.world.agreed(-1 if seed is None else int(seed), name="global seed")
     return None if agreed is None or agreed < 0 else agreed
 
 
 def shuffling_by(seed: int | None) -> AbstractContextManager:
-    """Has Keras' arrays shuffled by this seed in here; None leaves them to Keras."""
+    """Shuffles Keras' arrays with this seed inside the context; None leaves them to Keras."""
     return setting(_local, "seed", seed)
 
 
 def dataset_of(adapter: Any, ring: Ring) -> Any:
-    """Returns the dataset of Keras' data adapter; of arrays, on several workers, `ArrayBatches`.
+    """Returns the dataset of Keras' data adapter; for arrays on several workers, `ArrayBatches`.
 
-    Arrays are in Keras' order, inside `shuffling_by` in that of its seed.
+    Arrays are in Keras' order, or inside `shuffling_by` in the order of its seed.
     """
     seed = getattr(_local, "seed", None)
     # A worker of asynchronous servers is alone in its steps, but not in its order of rows.
@@ -76,7 +77,7 @@ def dataset_of(adapter: Any, ring: Ring) -> Any:
 
 
 def agreed_order(dataset: Any, ring: Ring) -> Any:
-    """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
+    """Returns a PyDataset of another's batches, in an order that rank 0 draws as Keras does, each epoch."""
     class AgreedOrder(py_dataset_adapter.PyDataset):
         def __init__(self) -> None:
             super().__init__(
@@ -108,7 +109,7 @@ def agreed_order(dataset: Any, ring: Ring) -> Any:
 
         @property
         def _drawn_ahead(self) -> bool:
-            """True if threads or processes ask for batches before an epoch begins."""
+            """Returns True if threads or processes request batches before an epoch begins."""
             return dataset.workers > 1 or dataset.use_multiprocessing
 
         def _shuffle(self) -> None:
@@ -123,21 +124,21 @@ def agreed_order(dataset: Any, ring: Ring) -> Any:
 
 
 def dataset_before_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset without a last step that reads ahead."""
+    """Returns the dataset without its `prefetch`, if that is its last step."""
     step = _tf.dataset_step(dataset)
     return step.before if step.kind == "prefetch" else dataset
 
 
 def array_batches(adapter: Any, seed: int | None) -> ArrayBatches:
-    """Returns what `ArrayDataAdapter.get_tf_dataset` does, with fewer maps, of arrays that are not copied.
+    """Returns the same as `ArrayDataAdapter.get_tf_dataset`, with fewer maps and without copying the arrays.
 
     Args:
       adapter: An ArrayDataAdapter.
-      seed: By which it shuffles, in another order each epoch; None leaves that to TensorFlow's global seed, from which
-        Keras' own operation draws.
+      seed: Seed of its shuffle, which has another order each epoch. None leaves the order to TensorFlow's global seed,
+        from which Keras' own operation draws.
     """
     rows, batch_size = adapter._num_samples, adapter._batch_size
-    by_row = bool(adapter._shuffle) and adapter._shuffle != "batch"  # Keras' meaning: rows change places in a batch
+    by_row = bool(adapter._shuffle) and adapter._shuffle != "batch"  # in Keras, "batch" shuffles rows within a batch
     order = _Order(rows, batch_size, by_row, seed)
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -153,10 +154,10 @@ class _Order:
     """The order of the rows of arrays.
 
     Attributes:
-      rows: How many there are.
-      batch_size: Rows of a batch.
-      by_row: Whether they change places.
-      seed: By which they do, in another order each pass; None for Keras' order.
+      rows: Number of rows.
+      batch_size: Number of rows of a batch.
+      by_row: Whether to shuffle the rows.
+      seed: Seed of the shuffle, which has another order each pass. None for Keras' order.
     """
 
     rows: int
@@ -174,12 +175,12 @@ class _Order:
         else:
             rows[:] = np.arange(self.rows)
         if self.by_row and self.seed is not None:
-            # Not a Generator: what that draws may be another in each release of NumPy.
+            # Not a Generator, which may draw other numbers in each release of NumPy.
             np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, number]).shuffle(rows)
         return indices.reshape(batches, self.batch_size)
 
     def drawn(self) -> tf.data.Dataset:
-        """Returns the dataset of the rows of each batch, which draws another order for each iterator."""
+        """Returns the dataset of the rows of each batch. It draws another order for each iterator."""
         order: Any = _in_order
         if self.by_row:
             is_own = self.seed is not None
@@ -192,7 +193,7 @@ class _Order:
 
 @functools.lru_cache(maxsize=4)
 def _keras_order(rows: int, global_seed: int | None) -> np.ndarray:
-    """Returns int64 `[rows]`, the order in which Keras shuffles arrays, which is the same in each pass and call."""
+    """Returns the order in which Keras shuffles arrays, int64 `[rows]`. It is the same in each pass and call."""
     [order] = _Order(rows, rows, True, None).drawn().as_numpy_iterator()
     return order
 
@@ -208,7 +209,7 @@ def _in_order(_: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _InKerasOrder:
-    """Shuffles by the seeds of the operation in Keras' dataset."""
+    """Shuffles with the seeds of the operation in Keras' dataset."""
 
     seed: int
     seed2: int
@@ -220,7 +221,7 @@ class _InKerasOrder:
 
 @functools.cache
 def _keras_seeds(global_seed: int | None) -> tuple[int, int]:
-    """Returns the seeds of the operation by which Keras shuffles arrays, which follow from TensorFlow's global seed."""
+    """Returns the seeds of Keras' operation that shuffles arrays. They follow from TensorFlow's global seed."""
     adapter = array_data_adapter.ArrayDataAdapter(np.zeros([2, 1]), shuffle=True)
     [shuffle] = _tf.operations_of(adapter.get_tf_dataset(), "RandomShuffle")
     return shuffle.get_attr("seed"), shuffle.get_attr("seed2")
@@ -254,7 +255,7 @@ class _TakeRows:
 
 
 def _ready(array: Any) -> Any:
-    """Returns an array as `tf.data` takes it: in place, or as Keras converts it."""
+    """Returns an array in a form that `tf.data` accepts: in place, or as Keras converts it."""
     if isinstance(array, np.ndarray) and isinstance(ready := in_place(array), InPlace):
         return ready
     converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
@@ -262,14 +263,14 @@ def _ready(array: Any) -> Any:
 
 
 def install() -> None:
-    """Gives unseeded `tf.data` transformations a seed that all ranks share, and caches a file of each worker's."""
+    """Gives unseeded `tf.data` transformations a seed that all ranks share, and each worker its own cache file."""
 
     @seam(_tf.data_random_seed, "get_seed")
     def get_seed(original: Callable[..., Any], seed: int | None) -> Any:
         agreed = getattr(_local, "seed", None)
         if agreed is not None and seed == agreed:  # whatever global seed this rank may have
             return tf.constant(agreed, tf.int64), tf.constant(agreed >> 31, tf.int64)
-        # With a global seed (keras.utils.set_random_seed) they are the same on every rank already.
+        # With a global seed (keras.utils.set_random_seed) seeds are the same on every rank already.
         if seed is not None or _shared.base is None or _tf.eager_context.global_seed() is not None:
             return original(seed)
         return original(_shared.next_seed())
@@ -285,6 +286,6 @@ _shared = PlacedSeeds()
 
 
 def share_seeds(ring: Ring) -> None:
-    """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
+    """Makes unseeded `tf.data` transformations shuffle in the same way on all ranks of `ring` from now on."""
     base = agreed_seed(ring)
-    _shared.begin(base if seeding.current() is None else None)  # else they are, by the run's seed, from the start
+    _shared.begin(base if seeding.current() is None else None)  # otherwise the run's seed does so from the start

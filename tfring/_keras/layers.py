@@ -13,23 +13,23 @@ from keras.src.utils import naming
 
 from tfring._keras.seam import seam, undo
 
-_saved_as: dict[str, str] = {}  # by the name of a class, that of the class whose files it shares
+_saved_as: dict[str, str] = {}  # maps the name of a class to that of the class with which it shares files
 
 
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """`layer` and the layers in it, at any depth, each once. Keras shows them of a model only."""
+    """Returns `layer` and the layers in it, at any depth, each once. Keras shows them only for models."""
     return list(layer._flatten_layers(include_self=True, recursive=True))
 
 
 def is_functional(model: keras.Model) -> bool:
-    """Returns whether Keras knows a model's layers and what flows between them: it is functional, or sequential."""
+    """Returns whether Keras knows a model's layers and their connections: it is functional or sequential."""
     return isinstance(model, (keras.Sequential, Functional))
 
 
 def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
-    """Yields the objects of a kind among values and in their lists, tuples and dicts, breadth first, each once.
+    """Yields the objects of type `kind` among values and in their lists, tuples and dicts, breadth first, each once.
 
-    Containers may hold each other and themselves: each is looked into once.
+    Containers may hold each other and themselves: each is visited once.
     """
     seen: set[int] = set()
     todo: deque[Any] = deque([list(values)])
@@ -46,7 +46,7 @@ def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
 
 @functools.cache
 def install() -> None:
-    """Has files name the layers of `save_under_name_of` as they say; called by the first of these layers, too."""
+    """Makes files use the names that `save_under_name_of` gives to layers. The first of these layers calls it, too."""
     undo.append(install.cache_clear)
 
     @seam(naming, "to_snake_case")
@@ -55,9 +55,9 @@ def install() -> None:
 
 
 def save_under_name_of(cls: type, other: type) -> None:
-    """Files of weights and models hold layers of `cls` as if they were of class `other`, and either loads them.
+    """Makes files of weights and models hold layers of `cls` as if they were of class `other`; either class loads them.
 
-    Keras addresses a layer's weights by the name of its class, so that a file of one kind would not fit a model
-    with the other.
+    Keras addresses a layer's weights by the name of its class, so that otherwise a file of one class would not fit a
+    model with the other.
     """
     _saved_as[cls.__name__] = other.__name__

@@ -1,14 +1,14 @@
-"""Logs of all rows, the same bits on every rank, from what the replicas' steps returned.
+"""Computes logs over all rows, with the same bits on every rank, from what the steps of replicas returned.
 
 | returned | becomes |
 |---|---|
 | the result of a metric | its result from the state of all replicas |
-| what a variable holds that the step wrote | its value after the step, the same on all replicas |
-| a number, or several in a fixed shape | itself where all replicas returned the same, else the mean by rows |
-| something for each row | that of all rows, in order |
-| all else, such as strings and open shapes | that of one process; of a step of a replica's own rows this worker's |
+| the value of a variable that the step wrote | its value after the step, the same on all replicas |
+| a number, or several in a fixed shape | unchanged if all replicas returned the same, otherwise the mean by rows |
+| a value for each row | the values of all rows, in order |
+| anything else, such as strings and unknown shapes | as in one process; in a step of own rows, this worker's value |
 
-Sums of states and the numbers of each replica travel in one collective a dtype, with the state that the step wrote;
+Sums of states and the numbers of each replica are sent in one collective per dtype, with the state that the step wrote;
 results that are formulas, such as AUC and F1, in one more.
 """
 
@@ -56,10 +56,10 @@ class Logs:
     def __init__(self, model: Any, ring: Ring) -> None:
         self._model = model
         self._ring = ring
-        # Of the values the step returned, when it was last traced or run:
+        # For the values that the step returned when it was last traced or run:
         self._sources: list = []
-        self._variables: list = []  # those that were returned as such
-        self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
+        self._variables: list = []  # the variables among them
+        self._numbers: list[int] = []  # positions of values that become one number over all replicas
 
     def of_step(
         self,
@@ -68,13 +68,13 @@ class Logs:
         rows: Sequence[Any],
         way: Way,
     ) -> tuple[Any, list[Written]]:
-        """Runs a step on each replica; in what it returned, values for each row are those of all rows.
+        """Runs a step on each replica. In what it returned, values for each row are those of all rows.
 
         Args:
-          run: Calls a function on each replica, `outputs, rest = run(fn)`.
+          run: A function that calls another on each replica: `outputs, rest = run(fn)`.
           step: Keras' step, one batch in, logs out.
-          rows: Number of rows of each replica of this worker, None where it is unknown.
-          way: In which the steps of replicas become that of one process; where edited, `with_all_rows` follows.
+          rows: Number of rows of each replica of this worker, None if unknown.
+          way: Way in which the steps of replicas become that of one process. After EDITED, `with_all_rows` follows.
         """
         results = Results(self._model)
 
@@ -96,7 +96,7 @@ class Logs:
         return self._marked(outputs, way is Way.EDITED), written
 
     def _of_first(self, outputs: Any) -> Any:
-        """Returns the outputs of a step of the whole batch, of which those without a source are the first replica's."""
+        """Returns the outputs of a step of the whole batch. Those without a source are the first replica's."""
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
             value = values_of(leaf)[0]
@@ -105,7 +105,7 @@ class Logs:
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _marked(self, outputs: Any, is_edited: bool) -> Any:
-        """Returns outputs in which the numbers of replicas are marked, for they become their mean; and their rows."""
+        """Returns outputs in which the numbers of replicas, which become their mean, and their rows are marked."""
         leaves = tf.nest.flatten(outputs)
         keys = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
         expected = dict.fromkeys(self._numbers, "mean")
@@ -123,7 +123,7 @@ class Logs:
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
-        """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
+        """Notes which values are those of variables that the step wrote before: they still differ between replicas."""
         variables = {id(held_by(w.variable)): w for w in written}
         for i, leaf in enumerate(tf.nest.flatten(outputs)):
             if self._sources[i] is not None or not variables:
@@ -147,9 +147,9 @@ class Logs:
         """Returns outputs in which values for each row are those of all rows.
 
         Args:
-          outputs: What replicas returned.
-          rows: As in `of_step`.
-          shares: float64 `[replicas_per_worker]`, those of the batch; None where padding rows were dropped.
+          outputs: The outputs of replicas.
+          rows: See `of_step`.
+          shares: float64 `[replicas_per_worker]`, the shares of the batch. None if padding rows were dropped.
         """
         if self._ring.num_replicas == 1 or any(n is None for n in rows):
             return outputs
@@ -164,7 +164,7 @@ class Logs:
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _of_all_rows(self, values: Sequence[tf.Tensor], rows: Any) -> tf.Tensor:
-        """All rows in order; but the mean by rows of what has the same size everywhere, and it is not that of rows."""
+        """Returns all rows in order; or the mean by rows, if sizes are the same everywhere but not those of rows."""
         sizes = [tf.stack([tf.shape(v)[0], tf.cast(n, tf.int32)]) for v, n in zip(values, rows, strict=True)]
         everyone = self._ring.control.gather_equal(tf.stack(sizes), name="sizes of logs")
         together = self._ring.control_ops.gather_over_workers(tf.concat(values, 0), 0, name="logs")
@@ -179,15 +179,15 @@ class Logs:
         return tf.cond(tf.reduce_all(sizes == rows) | ~alike, lambda: together, mean)
 
     def pending_reduction(self, outputs: Any, shares: tf.Tensor) -> tuple:
-        """The logs of a batch.
+        """Prepares the reduction of the logs of a batch.
 
         Args:
-          outputs: What `of_step` returned.
-          shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
+          outputs: The result of `of_step`.
+          shares: float64 `[replicas_per_worker]`, rows of each replica divided by the rows of the batch.
 
         Returns:
-          What this worker adds to the sums over all workers, and a function that makes of these sums the logs: the
-          structure of `outputs` with one tensor a leaf.
+          The values that this worker adds to the sums over all workers, and a function that turns these sums into the
+          logs: the structure of `outputs` with one tensor per leaf.
         """
         leaves = [values_of(leaf) for leaf in tf.nest.flatten(outputs)]
         logs = [values[0] for values in leaves]
@@ -224,7 +224,7 @@ class Logs:
         return [(v, value) for v, value in state if value is not None]
 
     def _same_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
-        """Returns rank 0's values where a result is a formula: TensorFlow orders a graph's operations on each rank."""
+        """Returns rank 0's values of results that are formulas: TensorFlow orders a graph's operations on each rank."""
         inputs = {id(total) for _, total in state}
         formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
         if not formulas:
@@ -237,7 +237,7 @@ class Logs:
         return values
 
     def _packed(self, numbers: Sequence[Sequence[tf.Tensor]], shares: tf.Tensor) -> dict:
-        """Returns by dtype `[replicas, 1 + numbers]`: each share and its numbers, 0 for those of other workers."""
+        """Returns `[replicas, 1 + numbers]` by dtype: the share and numbers of each replica, 0 for other workers."""
         before = self._ring.first_replica
         after = self._ring.num_replicas - before - len(self._ring.devices)
         columns: dict = {}
@@ -250,7 +250,7 @@ class Logs:
 
 
 def _unpacked(packed: dict, likes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The logs from what `_packed` made, summed over workers; dtypes and shapes are those of `likes`."""
+    """Returns the logs from the result of `_packed`, summed over workers, in the dtypes and shapes of `likes`."""
     place = dict.fromkeys(packed, 1)
     logs = []
     for like in likes:
@@ -264,7 +264,7 @@ def _unpacked(packed: dict, likes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _common_or_mean(each: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """Returns the mean of `each[replica]`; where all replicas with a weight have the same, that bit for bit."""
+    """Returns the mean of `each[replica]`; a value that is the same on all replicas with a weight stays bit for bit."""
     shape = tf.concat([tf.shape(weights), tf.ones_like(tf.shape(each)[1:])], 0)
     weights = tf.reshape(weights, shape)
     first = each[tf.argmax(tf.reshape(weights, [-1]) > 0)]
@@ -277,7 +277,7 @@ def _common_or_mean(each: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def _sent_as(dtype: tf.DType) -> tf.DType:
-    """A dtype that crosses workers and holds every value of `dtype` (of int64, those up to 2^53)."""
+    """Returns a dtype that can be sent to workers and holds every value of `dtype` (of int64, those up to 2^53)."""
     if dtype in (tf.float32, tf.float64):
         return dtype
     return tf.float32 if dtype.is_floating else tf.float64
@@ -290,9 +290,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_formula(value: tf.Tensor, inputs: set[int]) -> bool:
-    """Returns True if a value of a graph takes more than one operation on two values to compute from `inputs`."""
+    """Returns True if a graph needs more than one operation on several values to compute a value from `inputs`."""
     if tf.executing_eagerly():
-        return False  # in the order they are written
+        return False  # operations run in program order
     todo, seen, operations = [value], set(), 0
     while todo:
         tensor = todo.pop()
@@ -311,7 +311,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _expect(value: Any, what: str, name: str) -> Any:
-    """Returns a value marked with what the step takes it for; of several tensors each is."""
+    """Returns a value marked with what the step treats it as; if it has several tensors, each is marked."""
     if not tf.is_tensor(value):
         return value
     parts = [
@@ -322,20 +322,20 @@ def _expect(value: Any, what: str, name: str) -> Any:
 
 
 def _may_be_rows(value: Any) -> bool:
-    """Returns True if a value may have an entry a row."""
+    """Returns True if a value may have one entry per row."""
     if not isinstance(value, tf.Tensor) or value.dtype == tf.string or not value.shape.rank:
         return False
     return value.shape[0] is None or tf.executing_eagerly()
 
 
 def _counted(value: Any) -> Any:
-    """A value for each row without the row that does not count."""
+    """Returns a value for each row, without the padding row, which does not count."""
     running = step.of_own_rows()
     return running.drop_if_empty(value) if running is not None and _may_be_rows(value) else value
 
 
 def _plain(value: Any) -> Any:
-    """Values of Python and NumPy, and variables such as a learning rate, as tensors."""
+    """Returns values of Python and NumPy, and variables such as a learning rate, as tensors."""
     import keras
 
     kinds = (bool, int, float, str, bytes, np.ndarray, np.generic, keras.Variable, tf.Variable, tf.IndexedSlices)

@@ -6,8 +6,8 @@ rank 1   callbacks of batch k: stop_training ────────► status 
 all      callbacks of the epoch's last batch ────────► status ────────────────────────► after the loop
 ```
 
-So what a callback decides on one rank costs no collective of its own. Behind the loop all ranks know of it, before the
-validation and before callbacks see the epoch's end. The batch that was not trained is one that all have drawn.
+A decision of a callback on one rank therefore needs no collective of its own. After the loop all ranks know it, before
+validation and before callbacks see the end of the epoch. All ranks have drawn the batch that was not trained.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tfring import _tf
 from tfring._keras.seam import entry_under_way, ring_of_model
 from tfring.step import status
 
-_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced after the loop alone
-_MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one
+_UNREAD = "_tfring_unread"  # attribute of a model while logs of its batches are reduced only after the loop
+_MADE = "_tfring_{}_function"  # attribute of a model; its `train_function` may be the program's own that calls this one
 
 KINDS = ("train", "test")
 
 
 def made(model: Any, kind: str, step_function: Any) -> None:
-    """A model has this StepFunction from now on."""
+    """Notes the StepFunction that a model has from now on."""
     vars(model)[_MADE.format(kind)] = step_function
 
 
 def bind(epoch_iterator: Any, model: Any) -> None:
-    """Has the loop over an EpochIterator of `fit` or `evaluate` end on all ranks at once."""
+    """Makes the loop over an EpochIterator of `fit` or `evaluate` end on all ranks at once."""
     is_validation = epoch_iterator is getattr(model, "_eval_epoch_iterator", None)
     kind = "train" if entry_under_way("fit") and not is_validation else "test"
     epoch_iterator.loop = Loop(model, kind)
@@ -40,7 +40,7 @@ def bind(epoch_iterator: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def unread_logs(model: Any) -> Iterator[None]:
-    """In here `leave_unread` may be called; afterwards all is as it was."""
+    """Allows calls of `leave_unread` inside the context, and undoes them on exit."""
     before = vars(model).pop(_UNREAD, None)
     try:
         yield
@@ -51,12 +51,12 @@ def unread_logs(model: Any) -> Iterator[None]:
 
 
 def leave_unread(model: Any, kinds: Iterable[str]) -> None:
-    """Marks kinds of which no rank reads the logs of single batches; all ranks call it alike."""
+    """Marks kinds of batches with logs that no rank reads one by one. All ranks make the same call."""
     vars(model)[_UNREAD] = vars(model).get(_UNREAD, frozenset()) | set(kinds)
 
 
 def are_unread(model: Any, kind: str) -> bool:
-    """Returns True if `leave_unread` was called, and Keras calls no function of the program's, which may read them."""
+    """Returns True if `leave_unread` was called and Keras calls no function of the program, which may read the logs."""
     is_keras_own = getattr(model, f"{kind}_function") is vars(model).get(_MADE.format(kind))
     return is_keras_own and kind in vars(model).get(_UNREAD, ())
 
@@ -76,7 +76,7 @@ class Loop:
 
     @property
     def step_function(self) -> Any:
-        return vars(self.model).get(_MADE.format(self.kind))  # a callback may have it made again
+        return vars(self.model).get(_MADE.format(self.kind))  # a callback may cause it to be made again
 
     def on_exit(self) -> None:
         """Agrees with the other ranks on the end of the loop, once Keras has left it without an error."""
@@ -109,7 +109,7 @@ class Loop:
                     self.mark_stopped()
                 else:
                     self.on_exit()
-            if self.step_function is not None:  # else the function is a program's own
+            if self.step_function is not None:  # otherwise the function is the program's own
                 self.step_function.bring_logs_together()
         finally:
             if self.step_function is not None:

@@ -1,15 +1,15 @@
-"""Losses of replicas that compute steps of their own rows: each stands for the mean over replicas, by their rows.
+"""Makes losses of replicas that compute steps of their own rows stand for the mean over replicas, weighted by rows.
 
 ```
 replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimizer: sum share_i * gradient_i      share_i = n_i / n
 ```
 
-Means over rows need nothing more: the sum of `share_i * mean_i` is the mean over the global batch; a regularizer,
-equal on every replica, weighs to itself. Keras divides by the number of replicas, which is 1 in a step. In
-microbatches of a pipeline, and where workers train by themselves, sums over rows are divided by the share:
-`reduction="sum"`, and vectors of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`). The mean
-over unmasked elements, or by the sum of weights, needs a replica's rows in one part. A step that is edited, or of the
-whole batch, is that of one process, and nothing of this is done.
+Means over rows need no correction: the sum of `share_i * mean_i` is the mean over the global batch. A regularizer is
+equal on every replica, so its weighted mean is itself. Keras divides by the number of replicas, which is 1 in a step.
+In microbatches of a pipeline, and if workers train by themselves, sums over rows are divided by the share: those of
+`reduction="sum"`, and vectors with one value per row, which Keras or the tape sums (`reduction=None`, `add_loss`). The
+mean over unmasked elements, or by the sum of weights, needs a replica's rows in one part. An edited step, or a step of
+the whole batch, is that of one process, and none of this is done.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def install() -> None:
         if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
             running.refuse_in_parts("a mean by the sample weights of a batch")
         if tuple(loss.shape) == (0,):
-            # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none.
+            # In eager mode Keras leaves the losses of a replica without rows unreduced: an empty vector.
             return tf.reduce_sum(loss)
         return running.unweigh(loss) if reduction == "sum" else loss
 
@@ -66,11 +66,11 @@ def install() -> None:
 
 
 class RingCompileLoss(CompileLoss):
-    """Divides a vector of losses, whose elements are added up, by the share of the replica."""
+    """Divides a vector of losses, which is then summed, by the share of the replica."""
 
     @classmethod
     def adopt(cls, model: Any) -> None:
-        """Makes the loss of a model that was just compiled a ring's."""
+        """Turns the loss of a model that was just compiled into a RingCompileLoss."""
         if model._compile_loss is not None:
             model._compile_loss.__class__ = cls
 
@@ -81,14 +81,14 @@ class RingCompileLoss(CompileLoss):
 
 @contextlib.contextmanager
 def _of_one_replica() -> Iterator[None]:
-    """In the scope outside of any replica a loss is that of all its rows, and no replicas add up."""
+    """Makes a loss in the scope, outside of any replica, that of all its rows: no replicas are summed."""
     in_no_step = current_ring() is not None and tf.distribute.in_cross_replica_context()
     with step.one_replica() if in_no_step else contextlib.nullcontext():
         yield
 
 
 def per_row_as_sum(loss: Any) -> Any:
-    """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
+    """Scales a vector, which the tape sums, so that its mean over replicas is the sum. A scalar stays as it is."""
     running = step.of_own_rows()
     if running is None or loss is None or before_division(loss) is not loss:
         return loss
@@ -101,14 +101,14 @@ def per_row_as_sum(loss: Any) -> Any:
 
 
 def before_division(loss: Any) -> Any:
-    """A loss as logs show it."""
+    """Returns a loss as logs show it."""
     return getattr(loss, "_tfring_before_division", loss)
 
 
 def additional_loss(aggregate: Callable[[Any], Any], loss: Any) -> Any:
-    """Returns what one of `model.losses` adds to the loss, where Keras would add `aggregate(loss)`.
+    """Returns the term that one of `model.losses` adds to the loss, in place of Keras' `aggregate(loss)`.
 
-    A vector that a layer has added is of the rows of a replica. That of a regularizer is equal on all replicas.
+    A vector that a layer has added belongs to the rows of a replica. That of a regularizer is equal on all replicas.
     """
     running = step.of_own_rows()
     with _of_one_replica():
@@ -119,16 +119,16 @@ def additional_loss(aggregate: Callable[[Any], Any], loss: Any) -> Any:
 
 
 class _AddedLosses:
-    """In place of the attribute `Layer._losses`: within a step what this replica has added to the loss.
+    """Replaces the attribute `Layer._losses`: within a step it is what this replica has added to the loss.
 
-    Replicas of a worker share the layers and are traced by turns, which change where they exchange something.
+    Replicas of a worker share the layers and are traced in turns, which change whenever they exchange something.
     """
 
     def __get__(self, layer: Any, owner: type | None = None) -> Any:
         if layer is None:
             return self
         running = step.current()
-        if running is not None:  # and after an eager step its last replica's stay, as Keras' do
+        if running is not None:  # after an eager step those of its last replica stay, as in Keras
             layer.__dict__["_losses"] = running.added.setdefault(id(layer), [])
         if "_losses" not in layer.__dict__:
             raise AttributeError("_losses")

@@ -1,7 +1,7 @@
-"""Metrics in a step: where they are, and which logs are their results.
+"""Finds the metrics of a step, and the logs that are their results.
 
-A metric's state is summed over replicas, its result is not: the root of a mean is no mean of roots. So the step notes
-which of the values it returned are results, and they are computed again from the sums.
+A metric's state is summed over replicas, but its result is not: the root of a mean is not the mean of roots. The step
+therefore notes which of the values it returned are results, and these are computed again from the sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def install() -> None:
 
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_numbers(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
-        """In a step of a replica's own rows a number counts by its share, so that all replicas count as one batch."""
+        """Weights a number by the share in a step of a replica's own rows, so that all replicas count as one batch."""
         running, values = step.of_own_rows(), before_division(values)
         if running is not None and sample_weight is None and tf.is_tensor(values) and values.shape.rank == 0:
             sample_weight = running.weigh(tf.ones([], self.dtype))
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def values_of_results(results: dict) -> dict:
-    """Returns results of an epoch with what variables hold in place of them, where a metric's result is a variable."""
+    """Returns results of an epoch, in which the values of variables replace those results that are variables."""
     import keras
 
     variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
@@ -43,7 +43,7 @@ def values_of_results(results: dict) -> dict:
 
 
 def metrics_of(model: Any) -> list:
-    """Every metric that a model, its layers and its other metrics hold, each once."""
+    """Returns every metric that a model, its layers and its other metrics hold, each once."""
     found: dict = {}
 
     def add(metrics: Iterable[Any]) -> None:
@@ -63,7 +63,7 @@ def metrics_of(model: Any) -> list:
 
 
 class Source(NamedTuple):
-    """A value that is a result: of which metric, and which of the values in it."""
+    """The metric that returned a value as its result, and the position of the value in that result."""
 
     metric: Any
     position: int
@@ -78,7 +78,7 @@ class Results:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """While it lasts, results are noted."""
+        """Notes results inside the context."""
         try:
             for metric in self._metrics:
                 vars(metric)["result"] = self._noting(metric, metric.result)
@@ -93,25 +93,25 @@ class Results:
             value = result()
             moment.end()
             for position, leaf in enumerate(tf.nest.flatten(value)):
-                # A metric made of others may hand on their results: the first that returned one computes it.
+                # A metric made of others may return their results: the metric that first returned one computes it.
                 self._found.setdefault(id(leaf), (leaf, Source(metric, position), moment))
             return value
 
         return noting
 
     def sources(self, outputs: Any) -> list[Source | None]:
-        """For each value of `outputs` the metric whose result it is, if it is one, and is still."""
+        """Returns for each value of `outputs` its Source if it is the result of a metric and still valid, or None."""
         found = [self._found.get(id(leaf)) for leaf in tf.nest.flatten(outputs)]
         return [None if each is None or not each[2].lasts() else each[1] for each in found]
 
 
 class _Moment:
-    """The computation of a metric's result, after which the step may write what it has read."""
+    """The computation of a metric's result. The step may afterwards write the variables that it has read."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._state: list[int] = []  # eagerly: how often its variables were written
+        self._state: list[int] = []  # in eager mode: number of writes to each of its variables
         self._handles: list | None = None  # in a graph
         self._number = 0 if self._graph is None else len(self._graph.get_operations())
 
@@ -136,16 +136,16 @@ class _Moment:
 
 
 def is_kept_in_parts(variable: Any) -> bool:
-    """Returns True if each replica has a value of its own of a variable, which becomes one when it is read."""
+    """Returns True if each replica has its own value of a variable, and reading the variable combines them."""
     held = held_by(variable)
     is_distributed = isinstance(held, tf.distribute.DistributedValues)
     return is_distributed and held.synchronization == tf.VariableSynchronization.ON_READ
 
 
 def local_state(ring: Ring, variable: Any) -> tf.Tensor | None:
-    """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already.
+    """Returns what this worker adds to a metric's variable over all replicas; None if all hold the same already.
 
-    A boolean is added up as a number, for there is no sum of booleans.
+    A boolean is summed as a number, as there is no sum of booleans.
     """
     if not is_kept_in_parts(variable):
         return None
@@ -162,7 +162,7 @@ def local_state(ring: Ring, variable: Any) -> tf.Tensor | None:
 
 @contextlib.contextmanager
 def state_of_all(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
-    """Has variables of metrics read as the sums over all replicas, for all of which there is one collective a dtype."""
+    """Makes variables of metrics read as the sums over all replicas, which take one collective per dtype in total."""
     import keras
 
     variables = {id(v): v for metric in metrics for v in metric.variables}
@@ -176,7 +176,7 @@ def state_of_all(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def results_from(state: list[tuple], sources: list[Source]) -> list[tf.Tensor]:
-    """The values of `sources`, with `(variable, value)` in place of what the variables hold here."""
+    """Returns the values of `sources`, with `(variable, value)` in place of what the variables hold here."""
     import keras
 
     computed: dict = {}

@@ -1,4 +1,4 @@
-"""Checks that outputs which a layer leaves in parts go to layers that take parts, in a model whose calls are known.
+"""Checks, in a model with known calls, that outputs which a layer leaves in parts go to layers that take parts.
 
 ```
 leaves_parts ─► what works element by element ─► takes_parts        each worker its own features, one sum at the end
@@ -6,7 +6,7 @@ leaves_parts ─► what works element by element ─► takes_parts        each
 full ─────────────────────────────────────────► takes_parts        each feature once a worker: refused
 ```
 
-It is not known of every operation whether it works element by element, nor where calls go that Python makes.
+For some operations it is unknown whether they work element by element, and for calls made in Python where they go.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import keras
 from tfring._keras.layers import all_layers
 from tfring.errors import ConfigurationError
 
-_UNKNOWN = object()  # comes of a layer that calls others itself
+_UNKNOWN = object()  # from a layer that calls other layers itself
 
 
 def check_parallel_pairs(model: Any) -> None:
@@ -42,7 +42,7 @@ def _graph_of(operation: Any) -> Any:
 
 
 def _through_graph(graph: Any, sources: Sequence) -> list:
-    """Returns for each output the layer that left it in parts, None for a full one; `sources` are the inputs'."""
+    """Returns for each output the layer that left it in parts, None for a full one. `sources` are those of inputs."""
     of = dict(zip(map(id, graph.inputs), sources, strict=True))
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:

@@ -1,4 +1,4 @@
-"""`predict`: the outputs of all rows, in order, on every rank, gathered after the loop where no callback sees a batch.
+"""Runs `predict`: outputs of all rows, in order, on every rank, gathered after the loop if no callback sees a batch.
 
 ```
 rank 0   batch 0: rows 0 1 ─► batch 1: rows 4 5 ─► ...   ┐ same batches? ─► sizes ─► one collective an output
@@ -28,14 +28,14 @@ from tfring.setting import setting
 from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
-_under_way: list[PredictFunction] = []  # of loops of `predict` on several workers, innermost last
+_under_way: list[PredictFunction] = []  # for loops of `predict` on several workers, innermost last
 
 
 def as_drawn_from(iterator: Any, dataset: Any) -> Any:
-    """Returns the iterator of a step; in a `predict` on several workers, one that draws as outputs that wait need.
+    """Returns the iterator of a step; in a `predict` on several workers, one that draws as waiting outputs require.
 
     Args:
-      iterator: That of a distributed dataset.
+      iterator: The iterator of a distributed dataset.
       dataset: The distributed dataset.
     """
     has_shares = isinstance(_tf.element_spec(dataset), Shares)
@@ -51,7 +51,7 @@ class _Uncut(NamedTuple):
 
 
 class _Draws:
-    """The iterator of a `predict`: ranks ask each other before a batch, but for one whose outputs wait."""
+    """The iterator of a `predict`. Ranks ask each other before a batch, except before one with outputs that wait."""
 
     def __init__(self, iterator: Any, function: PredictFunction):
         self._iterator = iterator
@@ -73,9 +73,9 @@ class _Draws:
 
 
 class PredictFunction:
-    """Computes what `model.predict_function` does: elements of the distributed dataset in, outputs of all rows out.
+    """Implements `model.predict_function`: elements of the distributed dataset in, outputs of all rows out.
 
-    `predict` returns all rows in order on every rank; `predict_on_batch` the rows it was given.
+    `predict` returns all rows in order on every rank; `predict_on_batch` returns the rows it was given.
 
     Args:
       model: The Keras model.
@@ -90,7 +90,7 @@ class PredictFunction:
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
         self.is_alone = ring.is_alone
         self._can_wait = ring.control.world_size > 1
-        self._kept = _Kept(waits=False)  # of the loop that runs
+        self._kept = _Kept(waits=False)  # of the running loop
         self._make()
 
     def _make(self) -> None:
@@ -100,8 +100,8 @@ class PredictFunction:
         self._of_worker = made(self._of_worker_body)
         self._of_known_shares = made(self._of_shares)  # a graph for each batch, which is edited
         self._of_batch = made(self._of_batch_body)
-        self._of_uncut: dict = {}  # functions, by how they cut and what
-        self._concrete: dict = {}  # of these, as they are called
+        self._of_uncut: dict = {}  # functions, by how they cut and what they cut
+        self._concrete: dict = {}  # the concrete functions of these, which are called
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not entry_under_way("predict"):
@@ -116,7 +116,7 @@ class PredictFunction:
             return self._divided_or_whole(lambda: self._of_all(batches, self._constants(batches[0])))
 
     def _divided_or_whole(self, compute: Callable[[], Any]) -> Any:
-        """Returns what a function that may be traced does; it is traced again if rows cannot be divided."""
+        """Returns the result of a function that may be traced. It is traced again if rows cannot be divided."""
         try:
             return compute()
         except exactness.OfWholeBatch as refused:
@@ -127,7 +127,7 @@ class PredictFunction:
 
     @property
     def _eager(self) -> bool:
-        """Returns True if no graph is made, in which static dimensions would tell rows from others."""
+        """Returns True if no graph is made. In a graph, static dimensions would tell rows from other dimensions."""
         return self._model.run_eagerly or tf.config.functions_run_eagerly()
 
     @property
@@ -141,10 +141,10 @@ class PredictFunction:
         return self.waits and bool(self._kept.outputs)
 
     def end_with_others(self) -> None:
-        """Tells the others, which tell what they drew before each batch, that this rank has no batch.
+        """Tells the other ranks, which report before each batch what they drew, that this rank has no batch.
 
         Raises:
-          MismatchError: On every rank, if another has one.
+          MismatchError: If another rank has one. Every rank raises it.
         """
         if self.is_alone:
             return
@@ -159,10 +159,10 @@ class PredictFunction:
         """Takes part in a loop over batches.
 
         Args:
-          waits: Whether the outputs of this worker's rows are kept until the loop's end.
+          waits: Whether to keep the outputs of this worker's rows until the end of the loop.
 
         Yields:
-          A function that makes of what the loop returns the outputs of all rows: one that all ranks call after it.
+          A function that turns what the loop returns into the outputs of all rows. All ranks call it after the loop.
         """
         before, self._kept = self._kept, _Kept(waits=waits)
         kept = self._kept
@@ -179,9 +179,9 @@ class PredictFunction:
             self._kept = before
 
     def of_uncut(self, iterator: Any) -> Any:
-        """Returns a function of what an iterator draws, which cuts it, too; None where rows are cut beforehand.
+        """Returns a function of what an iterator draws, which also cuts it; None if rows are cut beforehand.
 
-        It returns the outputs of this worker's rows, what is known of them, and the fingerprint of the batch.
+        The function returns the outputs of this worker's rows, what is known of them, and the batch's fingerprint.
         """
         if not _tf.computes_after_draw(iterator) or self._eager or batch_shapes.fixed(self._model):
             return None
@@ -197,7 +197,7 @@ class PredictFunction:
                 self._concrete[function] = _tf.concrete(function)
             return self._concrete[function]
 
-        kept: list = []  # the functions there were, and that of this iterator
+        kept: list = []  # the functions at that time, and the one of this iterator
 
         def compute(*tensors: Any) -> Any:
             if not kept or kept[0] is not self._of_uncut:
@@ -220,7 +220,7 @@ class PredictFunction:
         kept = self._kept
         steps, known, prints = zip(*map(self._of_worker_rows, batches), strict=True)
         axes, are_kept = [], True
-        if not kept.outputs:  # the first: so all ranks decide alike
+        if not kept.outputs:  # only for the first batch, so that all ranks decide alike
             numbers = [int(digest) for digest in prints]
             status.compare_passes(self._ring, len(numbers), configuration.number(numbers))
             axes, are_dense_rows = known[0].numpy().T.tolist()
@@ -230,7 +230,7 @@ class PredictFunction:
             kept.outputs += steps
             kept.prints += prints
             return ()
-        # What is no dense rows is gathered as it comes; so are rows of each rank's own, of which one may have more.
+        # Outputs other than dense rows are gathered as they come; so are each rank's own rows, as one may have more.
         kept.waits = False
         places = iter([None if axis < 0 else axis for axis in axes] * len(steps))
         gathered = [_map(lambda value: self._gather(value, next(places)), outputs) for outputs in steps]
@@ -243,7 +243,7 @@ class PredictFunction:
                 batch_shapes.check(self._model, rows * self._ring.num_replicas)
 
     def _constants(self, batch: Any) -> tuple | None:
-        """Returns for each component whether it is a constant; None where numbers of rows stay static."""
+        """Returns for each component whether it is a constant; None if numbers of rows stay static."""
         if self._eager or batch_shapes.fixed(self._model) or not isinstance(batch, Shares):
             return None
         rows = max(int(values_of(batch.rows[0])[0]), 1)
@@ -264,7 +264,7 @@ class PredictFunction:
         return outputs
 
     def _edit(self, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None) -> None:
-        """Edits the graph of a step; what replicas exchange to count rows comes after what the model exchanges."""
+        """Edits the graph of a step; refuses to count rows after an exchange of the model."""
         control: Any = self._ring.control
 
         def counted() -> tf.Tensor:
@@ -294,9 +294,9 @@ class PredictFunction:
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)
 
     def _axis(self, value: Any) -> int | None:
-        """Returns the dimension of an output's rows: the first that is not static, where those of rows are not.
+        """Returns the dimension of an output's rows: the first that is not static, if those of rows are not.
 
-        A scalar has none: it is one number of a batch, the same on all replicas.
+        A scalar has none: it is one number per batch, the same on all replicas.
         """
         if isinstance(value, tf.Tensor) and value.shape.rank == 0:
             return None
@@ -307,7 +307,7 @@ class PredictFunction:
     # -- one worker ------------------------------------------------------------------------------------------------
 
     def _on_worker(self, outputs: Any) -> Any:
-        """Returns the rows of this worker, of its replicas in turn."""
+        """Returns the rows of this worker: those of its replicas, one after another."""
 
         def joined(value: Any) -> Any:
             values = self._ring.strategy.experimental_local_results(value)
@@ -323,7 +323,7 @@ class PredictFunction:
         if self._way is Way.WHOLE:
             parts = tuple(whole.batch(self._ring, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._ring), tf.int64)))
-        if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
+        if constants is not None:  # static numbers of rows are forgotten, so static dimensions of outputs are others
             parts = tuple(forget_rows(part, constants) for part in parts)
         regroup = _tf.distribute_utils.regroup
         return self._on_worker(self._run(regroup(parts), regroup(rows), rows_of_all))
@@ -337,7 +337,8 @@ class PredictFunction:
     def _known(self, outputs: Any) -> tf.Tensor:
         """Returns what is known of each output while it is traced.
 
-        That is `[outputs, 2]`: the axis of rows, -1 where there is none, and whether the output is a row for each row.
+        The result is `[outputs, 2]`: the axis of rows, -1 if there is none, and whether the output is one dense row for
+        each row.
         """
         known = []
         for value in _flat(outputs):
@@ -347,7 +348,7 @@ class PredictFunction:
         return tf.constant(known, tf.int32, [len(known), 2])
 
     def _of_batch_body(self, batch: Any) -> Any:
-        """Returns the outputs of rows that this process was given: the first replica computes those of all."""
+        """Returns the outputs of rows that this process was given: the first replica computes all of them."""
         self._rows_forgotten = False
         rows = [tf.constant(int(replica == 0)) for replica in range(self._replicas)]
         regroup = _tf.distribute_utils.regroup
@@ -366,13 +367,13 @@ class PredictFunction:
             batch_status = status.before_step(self._ring, rows, True, values_of(batch.fingerprint)[0])
             with tf.control_dependencies(status.why_not(batch_status)):
                 outputs = self._of_known_shares(batch, constants, batch_status.rows)
-                if self._ring.control.world_size > 1:  # nothing is sent where there is no step
+                if self._ring.control.world_size > 1:  # nothing is sent if there is no step
                     outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
 
     def _as_shares(self, batch: Any) -> Shares:
-        """Returns what a dataset that the user has distributed gives each replica of this worker."""
+        """Returns what a dataset distributed by the user gives to each replica of this worker."""
         parts = tuple(
             tf.nest.map_structure(lambda leaf, i=i: values_of(leaf)[i], batch) for i in range(self._replicas)
         )
@@ -391,7 +392,7 @@ class PredictFunction:
 
 
 class _Kept:
-    """The outputs of this worker's rows, a structure of dense tensors a batch, and the fingerprints of the batches."""
+    """The outputs of this worker's rows, one structure of dense tensors per batch, and the batches' fingerprints."""
 
     def __init__(self, *, waits: bool) -> None:
         self.waits = waits
@@ -399,10 +400,10 @@ class _Kept:
         self.prints: list[tf.Tensor] = []
 
     def exchanged(self, ring: Ring) -> Any:
-        """Returns the outputs of all rows, in the order of batches and within each of ranks, as Keras returns them.
+        """Returns the outputs of all rows, ordered by batch and within a batch by rank, as Keras returns them.
 
         Raises:
-          MismatchError: On every rank, where ranks drew other batches, or not equally many.
+          MismatchError: If ranks drew different batches, or different numbers of them. Every rank raises it.
         """
         prints = [int(digest) for digest in self.prints]
         status.compare_passes(ring, len(self.outputs), configuration.number(prints))
@@ -422,10 +423,10 @@ def _of_ranks(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
 
     Args:
       ring: The workers.
-      values: This worker's rows, a tensor a batch.
-      sizes: `[ranks, batches]`, numbers of rows.
+      values: This worker's rows, one tensor per batch.
+      sizes: `[ranks, batches]`, the numbers of rows.
     """
-    by_shape: dict = {}  # batches whose rows have other shapes travel by themselves
+    by_shape: dict = {}  # batches with rows of different shapes are sent separately
     for number, value in enumerate(values):
         by_shape.setdefault(tuple(value.shape[1:]), []).append(number)
     batches: dict[int, list] = {}  # each as the rows of rank 0, of rank 1, ...
@@ -443,7 +444,7 @@ def _of_ranks(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
 
 
 def _parts(shares: Shares) -> tuple:
-    """Returns one element a replica. TensorFlow takes what its iterator yields for a value a replica."""
+    """Returns one element per replica. TensorFlow treats what its iterator yields as one value per replica."""
     return tf.nest.map_structure(lambda leaf: values_of(leaf)[0], shares.parts)
 
 
@@ -463,7 +464,7 @@ def _concatenated(values: Sequence[Any], axis: int | None = 0) -> Any:
 
 
 def _one_for_all(values: tf.Tensor) -> tf.Tensor:
-    """Returns the first of some values that have to be the same, but for their last bits."""
+    """Returns the first of several values that must be the same, except for their last bits."""
     if values.dtype.is_floating:
         is_same = (values == values[:1]) | (tf.math.is_nan(values) & tf.math.is_nan(values[:1]))
         size = tf.reduce_max(tf.abs(values))
@@ -476,7 +477,7 @@ def _one_for_all(values: tf.Tensor) -> tf.Tensor:
 
 
 def _drop_padding_row(has_rows: tf.Tensor, value: Any, axis: int | None) -> Any:
-    """Returns `value`, or its first 0 rows where they are those of a padding row."""
+    """Returns `value`, or none of its rows if they are those of a padding row."""
     if isinstance(value, tf.SparseTensor):
         rows = tf.where(has_rows, value.dense_shape[:1], 0)
         return tf.sparse.slice(value, tf.zeros_like(value.dense_shape), tf.concat([rows, value.dense_shape[1:]], 0))

@@ -18,12 +18,12 @@ _local = threading.local()
 
 
 def on_rank_0(ring: Ring | None) -> AbstractContextManager:
-    """In here Keras prints on rank 0 of `strategy` only; with None as it does without a strategy."""
+    """Makes Keras print only on rank 0 of `ring` inside the context; with None, as it does without a strategy."""
     return setting(_local, "silent", getattr(_local, "silent", False) or _is_silent(ring))
 
 
 def replaced(text: str, other: str) -> AbstractContextManager:
-    """In here Keras prints `other` for `text`: a path for the one beside it."""
+    """Makes Keras print `other` instead of `text` inside the context: a path instead of the one beside it."""
     return setting(_local, "replaced", (*getattr(_local, "replaced", ()), (text, other)))
 
 

@@ -1,4 +1,4 @@
-"""Random layers draw differently on each replica, or what one process draws; reproducibly from one seed.
+"""Makes random layers draw differently on each replica, or as in one process, reproducibly from one seed.
 
 The state of a SeedGenerator is a mirrored variable, so under Keras every replica draws the same dropout mask.
 """
@@ -29,13 +29,13 @@ def install() -> None:
 
     @seam(seed_generator, "global_seed_generator")
     def generator_of_unseeded_operations(original: Callable[..., Any]) -> Any:
-        """Keras keeps it by thread, and replicas run in threads of their own: theirs is that of the thread of `fit`."""
+        """Returns the generator of the thread of `fit`, also in replicas' own threads: Keras keeps one per thread."""
         context = tf.distribute.get_replica_context()
         if current_ring() is None or context is None:
             return original()
 
         def in_thread_of_fit(strategy: tf.distribute.Strategy) -> Any:
-            with tf.init_scope(), strategy.scope():  # where it is to be made
+            with tf.init_scope(), strategy.scope():  # in which it has to be made
                 return original()
 
         return context.merge_call(in_thread_of_fit)
@@ -58,7 +58,7 @@ def install() -> None:
         if ring is None or context is None:
             return seed
         if ring.random == "global" and running is not None and running.is_plain:
-            return seed  # of one process, whose numbers for all rows the analysis divides
+            return seed  # as in one process: the analysis divides its numbers for all rows
         replica = context.replica_id_in_sync_group
         if not isinstance(replica, int) or replica > 0:
             with partition.own():
@@ -68,17 +68,17 @@ def install() -> None:
 
 
 def recorded() -> AbstractContextManager[list]:
-    """While layers are called: yields the list of the seeds that they draw."""
+    """Yields the list of the seeds that layers draw inside the context."""
     return setting(_local, "recorded", [])
 
 
 def replayed(seeds: Iterable[Any]) -> AbstractContextManager:
-    """While the same layers are called once more: they draw these seeds again, and none else."""
+    """Makes the same layers, if called again inside the context, draw these seeds again and no others."""
     return setting(_local, "replayed", list(seeds))
 
 
 def take_global_seed() -> list[int] | None:
-    """The state that Keras' random operations without a seed draw from; None where none has drawn yet."""
+    """Returns the state that Keras' random operations without a seed draw from; None if none has drawn yet."""
     from keras.src.backend.common import global_state
 
     generator = global_state.get_global_attribute("global_seed_generator")
@@ -86,12 +86,12 @@ def take_global_seed() -> list[int] | None:
 
 
 def give_global_seed(ring: Ring, state: list[int]) -> None:
-    """Sets what `take_global_seed` took."""
+    """Sets the state that `take_global_seed` returned."""
     from keras.src.random import seed_generator
 
     before = random.getstate()
     with ring.scope():
-        variable = seed_generator.global_seed_generator().state  # a new one takes its seed from Python's numbers
+        variable = seed_generator.global_seed_generator().state  # a new one draws its seed from Python's `random`
     random.setstate(before)
     for copy in values_of(variable.value):
         copy.assign(tf.constant(state, copy.dtype))

@@ -1,9 +1,9 @@
 """The functions of Keras and TensorFlow that are replaced: each once, with its parameters and the reason.
 
-What a class can say by deriving from theirs does so (bases.py, trainer.py, ring_optimizer.py, epochs.py, state.py,
+Whatever a subclass can express is in subclasses (bases.py, trainer.py, ring_optimizer.py, epochs.py, state.py,
 strategy/replica_context.py). These functions belong to classes and modules that Keras chooses itself. A replacement
-acts on objects of a RingStrategy and calls the original for all others. The first RingStrategy warns where Keras has
-changed one. The attribute `_losses` of Keras' Layer is a property besides (losses.py).
+acts on objects of a RingStrategy and calls the original for all others. The first RingStrategy warns if Keras has
+changed one. In addition, a descriptor replaces the attribute `_losses` of Keras' Layer (losses.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Function(NamedTuple):
 
     Attributes:
       parameters: Names of its parameters, in order.
-      reason: What it does for objects of a RingStrategy.
+      reason: Effect of the replacement on objects of a RingStrategy.
     """
 
     parameters: str
@@ -83,7 +83,7 @@ REPLACED = {
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),
-    # what is printed
+    # printing
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",

@@ -1,8 +1,8 @@
 """Resumes `fit` at a position in its data: draws, without training, what was drawn before.
 
-A pass is one epoch of training, or one validation. Each begins where the one before has left seeds, generators and
-PyDatasets; so the passes are gone through again, each to where it had come. Their batches are drawn only where a later
-pass depends on it: otherwise it depends on how many iterators were made, for each takes the next seed of a shuffle.
+A pass is one epoch of training or one validation. Each begins with seeds, generators and PyDatasets as the previous one
+left them, so the passes are repeated, each up to the point it had reached. Their batches are drawn only if a later pass
+depends on that. Otherwise it depends on the number of iterators made, as each uses the next seed of a shuffle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Fit:
 class Position(NamedTuple):
     """A position in data, of one pass or of several."""
 
-    executions: list[int]  # of the step function, in each pass; the last is the present one
+    executions: list[int]  # calls of the step function in each pass; the last is the current pass
     reset: bool  # whether Keras resets the iterator between passes, as for validation
 
 
@@ -39,7 +39,7 @@ _fits: list[_Fit] = []  # innermost last
 
 @contextlib.contextmanager
 def fit_under_way() -> Iterator[None]:
-    """Notes that `fit` runs, whose training data and logs the functions below find."""
+    """Notes that `fit` runs, so that the functions below find its training data and logs."""
     _fits.append(_Fit())
     try:
         yield
@@ -48,23 +48,24 @@ def fit_under_way() -> Iterator[None]:
 
 
 def training(executions: Sequence[int], logs: dict | None) -> None:
-    """Has the innermost `fit` begin its first epoch at the position that another had reached in its data.
+    """Makes the innermost `fit` begin its first epoch at the position that another `fit` had reached in its data.
 
     Args:
-      executions: Calls of the step function in each epoch since that `fit` began; the last is the present one.
-      logs: Of the last step, where the present epoch was interrupted.
+      executions: Number of calls of the step function in each epoch since that `fit` began. The last epoch is the
+        current one.
+      logs: Logs of the last step, if the current epoch was interrupted.
     """
     _fits[-1].iterator.position = Position(list(executions), reset=False)
     _fits[-1].logs = logs if executions[-1] else None
 
 
 def skip_passes(number: int) -> None:
-    """Has the innermost `fit` begin its first epoch with the data of a later pass.
+    """Makes the innermost `fit` begin its first epoch with the data of a later pass.
 
-    Where data keeps something from one pass to the next, it is drawn; what claims its batches claims none of them then.
+    If data keeps something from one pass to the next, it is drawn; data that claims its batches then claims none.
 
     Args:
-      number: Of passes before.
+      number: Number of earlier passes.
     """
     epoch_iterator = _fits[-1].iterator
     epoch_iterator._num_batches = None
@@ -78,12 +79,12 @@ def skip_passes(number: int) -> None:
 
 
 def interrupted_logs() -> dict | None:
-    """Returns the logs of an epoch that was interrupted after its last step, which has no step left to give them."""
+    """Returns the logs of an epoch that was interrupted after its last step, as no step is left to return them."""
     return _fits[-1].logs if _fits else None
 
 
 def validation(model: Any, executions: Sequence[int]) -> None:
-    """Resumes the validation data of `model` after validations of `executions` executions each."""
+    """Resumes the validation data of `model` after one validation for each of these numbers of executions."""
     model._eval_epoch_iterator.position = Position([*executions, 0], reset=True)
 
 
@@ -93,7 +94,7 @@ def draws_from_python() -> bool:
 
 
 def note_data(epoch_iterator: Any) -> None:
-    """Notes Keras' iterator of the training data of the innermost `fit`, the first that it makes."""
+    """Notes Keras' iterator of the training data of the innermost `fit`: the first iterator that it makes."""
     if _fits and _fits[-1].iterator is None:
         _fits[-1].iterator = epoch_iterator
 
@@ -103,15 +104,15 @@ def fast_forwarded(epoch_iterator: Any, position: Position) -> Iterator[tuple]:
 
     Args:
       epoch_iterator: A RingEpochIterator.
-      position: Where the pass goes on.
+      position: The position at which the pass continues.
     """
     *past, present = position.executions
     batches = epoch_iterator.steps_per_execution
-    # With `steps_per_epoch` one iterator goes from epoch to epoch.
+    # With `steps_per_epoch` one iterator serves all epochs.
     draws = bool(epoch_iterator.steps_per_epoch) or _keeps_between_passes(epoch_iterator._distributed_dataset)
     for executions in past:
         with warnings.catch_warnings(), epoch_iterator.catch_stop_iteration():
-            warnings.simplefilter("ignore")  # that the data has run out was said then
+            warnings.simplefilter("ignore")  # that the data has run out was reported then
             steps = epoch_iterator.begin_pass()
             _advance(steps, executions, batches if draws else 0)
             if next(steps, None) is not None:
@@ -140,6 +141,6 @@ def _advance(steps: Iterator[tuple], executions: int, batches: int) -> None:
 
 def _keeps_between_passes(distributed: Any) -> bool:
     datasets = getattr(distributed, "_cloned_datasets", None)
-    if datasets is None:  # of `distribute_datasets_from_function`, and what else yields batches
+    if datasets is None:  # `distribute_datasets_from_function`, and anything else that yields batches
         return True
     return any(plan_of(dataset).keeps_between_passes for dataset in datasets)

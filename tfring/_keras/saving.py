@@ -1,9 +1,9 @@
-"""Saving: a file appears complete or not at all, whichever ranks save, and no rank waits for another.
+"""Saves models: a file appears complete or not at all, whichever ranks save, and no rank waits for another.
 
-Every rank may save, or rank 0 alone: each writes aside and renames, so that ranks which write the same path replace
-equal files by each other, and any rank that has saved can read. Of folders (`model.export`) rank 0's remains. `save`
-writes once for all. Where ranks share an optimizer all take part (`slots.py`). While this process has a ring, a model
-made outside the scope is saved like one made inside.
+Every rank may save, or rank 0 alone. Each writes to a temporary path and renames, so that ranks that write the same
+path replace each other's equal files, and any rank that has saved can read. Of folders (`model.export`) rank 0's
+remains. `save` writes once for all ranks. If ranks share an optimizer, all take part (`slots.py`). While this process
+has a ring, a model made outside the scope is saved like one made inside.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tfring.runtime import Ring, ring_of_process
 
 
 def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
-    """Saves a model once for all workers, and returns on every rank when the file is whole. All ranks call it.
+    """Saves a model once for all workers, and returns on every rank when the file is complete. All ranks call it.
 
-    Rank 0 writes; a path on a disk of its own is seen by the workers of that host only.
+    Rank 0 writes. If the path is on a local disk, only the workers of that host see the file.
 
     Args:
       model: A Keras model, made under a RingStrategy or not.
-      path: `str` or `pathlib.Path`; ends in `.weights.h5` for the weights alone, in `.keras` or `.h5` for the model.
-      **options: Of `model.save`, or of `model.save_weights`.
+      path: `str` or `pathlib.Path`. Ends in `.weights.h5` for the weights only, in `.keras` or `.h5` for the model.
+      **options: Keyword arguments of `model.save` or `model.save_weights`.
 
     Raises:
-      Exception: On rank 0, what Keras raises.
-      OSError: On the other ranks, where rank 0 could not save.
+      Exception: If Keras fails to save. Rank 0 raises Keras' error.
+      OSError: If rank 0 could not save. The other ranks raise it.
 
     >>> import keras, tempfile
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -93,7 +93,7 @@ def install() -> None:
         path = _path_of_several(filepath, ring)
         if path is None:
             return write(filepath) if ring is None or ring.cluster.is_chief else None
-        assert ring is not None  # or no other rank would write the path
+        assert ring is not None  # otherwise no other rank would write the path
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replace_folder(path, ring.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
@@ -118,7 +118,7 @@ def install() -> None:
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = [v for v in self.variables if sharding_of(v) is not None]
         if sharded:
-            workers = sharded[0].value.distribute_strategy.world_size  # a model composed outside is of none
+            workers = sharded[0].value.distribute_strategy.world_size  # a model composed outside has no strategy
             raise ConfigurationError(
                 f"export() runs in one process, and {sharded[0].path!r} is sharded over {workers} workers. Save the "
                 "model by `tfring.save(model, path)`, load it in one process and export there."
@@ -138,7 +138,7 @@ def install() -> None:
 
 
 def _path_of_several(filepath: Any, ring: Ring | None) -> pathlib.Path | None:
-    """The path, where several ranks may write it: those of a strategy, or else of this process' ring."""
+    """Returns the path if several ranks may write it: those of `ring`, or otherwise of this process' ring."""
     ring = ring or ring_of_process()
     is_local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
     if ring is None or ring.cluster.world_size == 1 or not is_local:

@@ -3,13 +3,13 @@
 | made outside | |
 |---|---|
 | the weights of a layer or model that was made inside | made in the scope, which its `build` enters |
-| a model composed of layers that were made inside | the strategy's from `compile` or `fit` on |
-| a model of which nothing was made inside, while there is a ring | trains alone; `fit` or its optimizer warns once |
+| a model composed of layers that were made inside | belongs to the strategy from `compile` or `fit` on |
+| a model with no part made inside, while there is a ring | trains alone; `fit` or its optimizer warns once |
 | a metric, an optimizer without slots yet | its variables are made again in the scope; the user's object stays |
-| an optimizer that has its slots; weights that train; a model that is compiled or fit in the scope | refused |
+| an optimizer that has its slots; trainable weights; a model that is compiled or fit in the scope | refused |
 | state that a step writes | refused when it is written (`_keras/state.py`) |
 
-Left alone, each rank would log and keep its own rows, and callbacks decide differently on each.
+Otherwise each rank would log and keep its own rows, and callbacks would decide differently on each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring, ring_of_process
 
-_warned: weakref.WeakSet = weakref.WeakSet()  # strategies beside which a model has trained alone
+_warned: weakref.WeakSet = weakref.WeakSet()  # rings that have warned of a model that trains alone
 
 
 def install() -> None:
@@ -44,13 +44,13 @@ def install() -> None:
 
 
 def scope_of(made: Any) -> contextlib.AbstractContextManager:
-    """The scope in which a layer or a variable was made, where it is not open."""
+    """Returns the scope in which a layer or a variable was made; a null context if there is none or one is open."""
     ring = vars(made).get("_tfring_made_in")
     return contextlib.nullcontext() if ring is None or tf.distribute.has_strategy() else ring.scope()
 
 
 def adopt_model(model: Any) -> None:
-    """Makes a model that was composed outside the scope its strategy's, where a layer of it was made inside."""
+    """Gives a model that was composed outside the scope its strategy, if one of its layers was made inside."""
     if getattr(model, "_distribute_strategy", None) is not None:
         return
     made_in = [vars(layer).get("_tfring_made_in") for layer in all_layers(model)]
@@ -60,12 +60,12 @@ def adopt_model(model: Any) -> None:
 
 
 def warn_of_model(model: Any, stacklevel: int = 3) -> None:
-    """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
+    """Warns once per strategy of a model that trains on this worker alone, while other workers train theirs."""
     _warn_of(model, getattr(model, "_distribute_strategy", None), "it", stacklevel + 1)
 
 
 def warn_of_optimizer(optimizer: Any) -> None:
-    """The same of an optimizer, in a loop of the program's own."""
+    """Warns in the same way of an optimizer in a custom training loop."""
     strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     _warn_of(optimizer, strategy, "its model", 4)
 
@@ -86,7 +86,7 @@ def _warn_of(made: Any, strategy: tf.distribute.Strategy | None, trained: str, s
 
 
 def adopt_metrics(model: Any, ring: Ring) -> None:
-    """Makes metrics its strategy's that a model holds, and those of `compile`, which its first step takes in."""
+    """Gives the strategy to the metrics that a model holds and those of `compile`, which its first step adopts."""
     compiled = model._compile_metrics
     given = compiled and (compiled._user_metrics, compiled._user_weighted_metrics)
     given = [metric for metric in tf.nest.flatten(given) if isinstance(metric, keras.metrics.Metric)]
@@ -95,7 +95,7 @@ def adopt_metrics(model: Any, ring: Ring) -> None:
 
 
 def refuse_weights(model: Any, ring: Ring) -> None:
-    """Raises ConfigurationError where weights that train were made outside the scope, and names their layers."""
+    """Raises ConfigurationError, which names the layers, if trainable weights were made outside the scope."""
     outside = {id(v) for v in model.trainable_variables if not is_of(v, ring)}
     if not outside or model.optimizer is None:
         return
@@ -109,7 +109,7 @@ def refuse_weights(model: Any, ring: Ring) -> None:
 
 
 def refuse_model(model: Any, method: str) -> None:
-    """Raises ConfigurationError where the scope of a RingStrategy is open and the model was made outside it."""
+    """Raises ConfigurationError if the scope of a RingStrategy is open and the model was made outside it."""
     if current_ring() is None:
         return
     raise ConfigurationError(
@@ -119,7 +119,7 @@ def refuse_model(model: Any, method: str) -> None:
 
 
 def _layers_as_written(model: Any) -> list:
-    """The layers of a model and of models in it, without those of which layers are made."""
+    """Returns the layers of a model and of models in it, without the layers that layers are made of."""
     layers = model._flatten_layers(include_self=False, recursive=False)
     inner = (_layers_as_written(layer) if isinstance(layer, keras.Model) else [layer] for layer in layers)
     return [*itertools.chain.from_iterable(inner)]

@@ -1,4 +1,4 @@
-"""Replaces functions of Keras for objects of a RingStrategy, takes that back, and knows which entry runs."""
+"""Replaces functions of Keras for objects of a RingStrategy, undoes that, and knows which entry method runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, ring_of
 
 installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
-extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with Keras' classes in whose place they are
-undo: list[Callable[[], Any]] = []  # takes back what was changed, the last change first
+extended: dict[type, type] = {}  # our bases of Keras' classes, with the bases of Keras that they replace
+undo: list[Callable[[], Any]] = []  # functions that undo changes; the last change is undone first
 
 
 def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
     """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`, a function of `REPLACED`.
 
-    A function is replaced in the module that defines it, and in all that hold it under its name: TensorFlow executes
-    modules of its API again under other names, before this or later. One of another library is replaced in `owner`.
+    A function is replaced in the module that defines it, and in all modules that hold it under its name: TensorFlow
+    executes modules of its API again under other names, before or after this. A function of another library is replaced
+    in `owner`.
     """
     path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
     key = f"{path}.{name}"
@@ -50,17 +51,17 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
 def put(owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until `restore`."""
     had, before = name in vars(owner), vars(owner).get(name)
-    if name == "__new__" and not had:  # where it was and is deleted, Python rejects a constructor's arguments
+    if name == "__new__" and not had:  # once it was set and deleted, Python rejects a constructor's arguments
         had, before = True, lambda cls, *args, **kwargs: object.__new__(cls)
     undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
     setattr(owner, name, value)
 
 
 def extend(cls: type, base: type) -> None:
-    """Has a class of Keras derive from `base` in the place of the class that `base` derives from.
+    """Makes a class of Keras derive from `base` instead of the class that `base` derives from.
 
     Raises:
-      ConfigurationError: Where another library has put a class of its own there.
+      ConfigurationError: If another library has put its own class there.
     """
     [replaced] = base.__bases__
     if replaced not in cls.__bases__:
@@ -77,18 +78,18 @@ def extend(cls: type, base: type) -> None:
 
 
 def exchange(cls: type, base: type, other: type) -> None:
-    """Has a class derive from `other` in the place of `base`."""
+    """Makes a class derive from `other` instead of `base`."""
     cls.__bases__ = tuple(other if each is base else each for each in cls.__bases__)
 
 
 def restore() -> None:
-    """Takes all changes back, so that Keras is as it was. What was made under a strategy is of no use afterwards."""
+    """Undoes all changes, so that Keras is as it was. Objects made under a strategy are of no use afterwards."""
     while undo:
         undo.pop()()
 
 
 def parameters(function: Callable) -> str:
-    """Returns the names of a function's parameters as `REPLACED` has them.
+    """Returns the names of a function's parameters in the format of `REPLACED`.
 
     >>> parameters(lambda x, *args, y=1, **kwargs: None)
     'x, *args, y, **kwargs'
@@ -98,13 +99,13 @@ def parameters(function: Callable) -> str:
 
 
 def overridden(base: type) -> dict[str, Callable]:
-    """Returns the methods by which a class of `extended` overrides some of Keras'."""
+    """Returns the methods of a class in `extended` that override Keras' methods."""
     theirs = extended[base]
     return {name: f for name, f in vars(base).items() if inspect.isfunction(f) and hasattr(theirs, name)}
 
 
 def changed() -> list[str]:
-    """Returns the functions of Keras that have other parameters than replacements and overriding methods expect."""
+    """Returns the functions of Keras with other parameters than replacements and overriding methods expect."""
     functions = [key for key, original in installed.items() if parameters(original) != REPLACED[key].parameters]
     methods = [(base, name, parameters(method)) for base in extended for name, method in overridden(base).items()]
     return functions + [
@@ -119,11 +120,11 @@ def ring_of_model(model: Any) -> Ring | None:
     return ring_of(getattr(model, "_distribute_strategy", None))
 
 
-_entries: list[str] = []  # fit, evaluate or predict under way, innermost last
+_entries: list[str] = []  # running calls of fit, evaluate or predict, innermost last
 
 
 def state_of_thread() -> dict:
-    """Returns what Keras keeps for this thread: the dtype policy, numbers of names, open scopes."""
+    """Returns the state that Keras keeps for this thread: the dtype policy, counters of names, open scopes."""
     from keras.src.backend.common import global_state
 
     return vars(global_state.GLOBAL_STATE_TRACKER)
@@ -131,7 +132,7 @@ def state_of_thread() -> dict:
 
 @contextlib.contextmanager
 def in_state_of(other: dict) -> Iterator[None]:
-    """In here this thread has the state of another one, which waits for it."""
+    """Gives this thread the state of another thread, which waits for it, inside the context."""
     mine = state_of_thread()
     before = dict(mine)
     mine.clear()
@@ -146,7 +147,7 @@ def in_state_of(other: dict) -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(name: str) -> Iterator[None]:
-    """While `fit`, `evaluate` or `predict` runs."""
+    """Notes that `fit`, `evaluate` or `predict` runs inside the context."""
     _entries.append(name)
     try:
         yield

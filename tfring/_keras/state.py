@@ -1,21 +1,22 @@
 """Aggregates the state that a step writes on each replica, such as moving statistics, at the end of the step.
 
-Keras keeps a BatchNormalization's moving mean as a mirrored variable that each replica writes for itself, so that
-ranks evaluate and save different models. Here the step notes what its replicas wrote, to Keras' variables and to
-TensorFlow's, and afterwards each such variable has one value on all ranks. In a step that is edited that is what one
-process writes, and in a step of the whole batch what the first replica does. In a step of each replica's own rows:
+Keras keeps a BatchNormalization's moving mean in a mirrored variable that each replica writes for itself, so that
+ranks evaluate and save different models. Here the step notes what its replicas wrote to variables of Keras and of
+TensorFlow, and afterwards each such variable has one value on all ranks. In an edited step it is the value that one
+process writes, in a step of the whole batch that of the first replica. In a step of each replica's own rows:
 
 | written | becomes |
 |---|---|
-| aggregation "sum": `assign_add`, `assign` | the old value and all increments; the sum of the values |
+| aggregation "sum": `assign_add`, `assign` | the old value plus all increments; the sum of the values |
 | aggregation "mean", "only_first_replica" | the mean, weighted by rows; the first replica's |
 | floats without aggregation | the mean, weighted by rows |
-| integers and booleans without: `assign_add` | the old value and all increments |
-| integers and booleans without: `assign` | stays where all wrote the same; else an error |
+| integers and booleans without aggregation: `assign_add` | the old value plus all increments |
+| integers and booleans without aggregation: `assign` | kept if all wrote the same; otherwise an error |
 | state of a metric | summed when it is read |
 
-Moving averages are linear in what they average, so the mean of them is the moving average of the mean; a replica
-without rows, whose statistics are NaN, has no weight. TensorFlow's variables with an aggregation follow its own rules.
+A moving average is linear in the values that it averages, so the mean of moving averages is the moving average of the
+mean. A replica without rows has NaN statistics and no weight. TensorFlow variables with an aggregation follow
+TensorFlow's own rules.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring, ring_of
 from tfring.setting import setting
 
-_EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited: for all, or a replica's part
+_EDITED, _SUMMED = "edited", "summed"  # instead of a rule, in an edited step: for all, or a replica's part
 _local = threading.local()
 
 
 class Written(NamedTuple):
-    """A variable that a step wrote, and the rule by which what replicas wrote becomes one."""
+    """A variable that a step wrote, and the rule that combines what replicas wrote."""
 
     variable: Any
     rule: str
 
 
 class _RingVariable(_tf.distribute_values.DistributedVariable):
-    """A variable of TensorFlow's own, such as `tf.Variable` makes in the scope of a RingStrategy."""
+    """A variable of TensorFlow, such as `tf.Variable` makes in the scope of a RingStrategy."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        """Writes it in a replica: in a step by what it becomes when replicas write it."""
+        """Writes the variable in a replica; in a step, by the rule that combines what replicas write."""
         running = step.weighing()
         ring = ring_of(self.distribute_strategy)
-        if running is None and ring is not None and ring.num_replicas == 1:  # also where no replica can merge
+        if running is None and ring is not None and ring.num_replicas == 1:  # even if no replica can merge
             return update_fn(values_of(self)[0], value, **kwargs)
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(self)
         if running is None or by_tensorflow:
@@ -65,11 +66,11 @@ class _RingVariable(_tf.distribute_values.DistributedVariable):
             return update_fn(_Copy(running, self), value, **kwargs)
         if isinstance(value, tf.IndexedSlices):
             return super()._update_replica(update_fn, value, **kwargs)
-        if self.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
+        if self.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's mean counts all replicas alike
             value = running.weigh(value) * tf.cast(self.distribute_strategy.ring.num_replicas, self.dtype)
         return super()._update_replica(update_fn, running.zero_if_empty(value), **kwargs)
 
-    # As a variable that is not distributed. TensorFlow's class has no numbers, and makes no arrays of scalars.
+    # As for a variable that is not distributed. TensorFlow's class does not convert to numbers, nor scalars to arrays.
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype)
@@ -82,13 +83,13 @@ class _RingVariable(_tf.distribute_values.DistributedVariable):
 
 
 class RingSyncOnReadVariable(_RingVariable, _tf.distribute_values.SyncOnReadVariable):
-    """One of which each replica holds a part, or its own value, until it is read."""
+    """A variable of which each replica holds a part, or its own value, until it is read."""
 
 
 class RingMirroredVariable(_RingVariable, _tf.distribute_values.MirroredVariable):
-    """One of which all replicas hold the value."""
+    """A variable with the same value on all replicas."""
 
-    # TensorFlow's class has no writing by indices.
+    # TensorFlow's class cannot write by indices.
 
     def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
         return self.assign(tf.tensor_scatter_nd_update(self, indices, updates), name=name)
@@ -101,12 +102,12 @@ class RingMirroredVariable(_RingVariable, _tf.distribute_values.MirroredVariable
 
 
 def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
-    """Writes a variable of Keras, in a step of a ring by what it becomes when replicas write it.
+    """Writes a variable of Keras; in a step of a ring, by the rule that combines what replicas write.
 
     Args:
       variable: A variable of Keras.
-      value: To write.
-      assign: Keras' own writing.
+      value: The value to write.
+      assign: Keras' own assignment.
     """
     running = step.weighing()  # in a custom loop TensorFlow's rules hold
     if running is None and _reset(variable._value, value):
@@ -124,15 +125,16 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
 
 
 def adding_to(variable: Any) -> AbstractContextManager:
-    """Notes that what is written to a variable of Keras in here adds to it."""
+    """Notes that writes to a variable of Keras inside the context add to it."""
     return setting(_local, "adding", variable)
 
 
 def _reset(variable: Any, value: Any) -> bool:
-    """Writes zeros, or whole numbers, to every copy of a metric's state, and returns whether these were asked for.
+    """Writes zeros, or integers, to every copy of a metric's state, and returns whether it did.
 
     TensorFlow takes a millisecond for each such variable: it divides the value by the number of replicas, and reads
-    what it has written. Of a whole number that leaves less: here the first replica has it, and the others zeros.
+    what it has written. An integer loses part of its value in the division: here the first replica gets all of it, and
+    the others zeros.
     """
     if not isinstance(variable, tf.distribute.DistributedValues) or not tf.executing_eagerly():
         return False
@@ -152,7 +154,7 @@ def _reset(variable: Any, value: Any) -> bool:
 
 
 class _Copy:
-    """A replica's copy of a variable of TensorFlow's, as TensorFlow writes it."""
+    """A replica's copy of a TensorFlow variable, with the methods by which TensorFlow writes it."""
 
     def __init__(self, running: step.Step, variable: Any) -> None:
         self._step, self._variable, self._own = running, variable, own_copy(variable)
@@ -171,7 +173,7 @@ class _Copy:
         return self._own if read_value else None
 
     def __getattr__(self, name: str) -> Any:
-        """A `scatter_...`: of rows, by ids that differ from replica to replica."""
+        """Returns a `scatter_...` method, which writes rows by ids that differ from replica to replica."""
         rule = "mean"
         if self._step.is_plain:
             rule = "values" if self._step.is_whole else _EDITED
@@ -180,13 +182,13 @@ class _Copy:
 
 
 def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
-    """Writes a replica's copy in a step that is edited, as one process would; of a metric's state its part of a sum."""
+    """Writes a replica's copy as one process would, in an edited step; for a metric's state, its part of a sum."""
     held = held_by(variable)
     own = own_copy(held)
     value = tf.cast(value, own.dtype)
     is_summed = held.aggregation not in (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
     is_part = held.synchronization == tf.VariableSynchronization.ON_READ and is_summed
-    if running.is_whole and is_part:  # which the first replica holds
+    if running.is_whole and is_part:  # the first replica holds it
         own.assign(tf.where(running.active, value, own))
     elif running.is_whole:
         own.assign(value)
@@ -211,21 +213,21 @@ def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
 def edited_together(
     ring: Ring, written: Sequence[Written], edit: Callable[[], list]
 ) -> tuple[list, list[Written]]:
-    """Has the graph of a step edited, and what it wrote be the same on all replicas.
+    """Edits the graph of a step, and makes what the step wrote the same on all replicas.
 
     Args:
       ring: The workers.
-      written: What the step wrote.
-      edit: Edits the graph; returns operations after which exchanges have been made.
+      written: A `Written` for every write of the step.
+      edit: A function that edits the graph and returns operations after which exchanges have been made.
 
     Returns:
-      What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
+      The operations that `edit` returns, and the elements of `written` with a rule that `written_together` applies.
 
     Raises:
-      OfWholeBatch: As `edit` does.
+      OfWholeBatch: If `edit` raises it.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
-    marks = []  # of the first replica's copies, and what they mark
+    marks = []  # of the first replica: each variable, its value and its mark
     for replica in range(len(ring.devices)):
         with partition.replica(replica, is_scoped=True):
             for variable in variables.values():
@@ -242,7 +244,7 @@ def edited_together(
 
 
 def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> None:
-    """Writes a replica's copy, and notes how what replicas write becomes one."""
+    """Writes a replica's copy, and notes the rule that combines what replicas write."""
     running.writes[id(variable)] += 1
     if running.is_plain:
         _write_plainly(running, variable, value)
@@ -251,14 +253,14 @@ def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> N
     own = own_copy(held)
     value = tf.cast(value, own.dtype)
     if held.synchronization == tf.VariableSynchronization.ON_READ:
-        own.assign(tf.where(running.active, value, own))  # the row of a replica without rows does not count
+        own.assign(tf.where(running.active, value, own))  # the padding row of a replica without rows does not count
         return
     own.assign(value)
     running.written.append(Written(variable, _rule(held, adding)))
 
 
 def _rule(variable: Any, adding: bool) -> str:
-    """Returns how the values that replicas write to a variable become one."""
+    """Returns the rule that combines the values that replicas write to a variable."""
     is_float = variable.dtype.is_floating or variable.dtype.is_complex
     if variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
         return "first"
@@ -270,7 +272,7 @@ def _rule(variable: Any, adding: bool) -> str:
 
 
 def held_by(variable: Any) -> Any:
-    """The variable of TensorFlow that is, or is behind, a variable."""
+    """Returns the TensorFlow variable that a variable is or holds."""
     return variable if isinstance(variable, tf.distribute.DistributedValues) else variable._value
 
 
@@ -301,7 +303,7 @@ def own_copy(variable: Any) -> Any:
 
 
 def values_before(model: Any) -> dict:
-    """Returns, by identity, the values before a step of variables that it may add to."""
+    """Returns the values of variables that a step may add to, before the step, by the variables' identity."""
     before = {}
     for variable in [*model.non_trainable_variables, *_variables_of_tensorflow(model)]:
         value = getattr(variable, "_value", variable)
@@ -313,22 +315,23 @@ def values_before(model: Any) -> dict:
 
 
 def _variables_of_tensorflow(model: Any) -> list:
-    """Those that layers and the model hold as attributes, in lists and dicts too."""
+    """Returns the TensorFlow variables that layers and the model hold as attributes, also in lists and dicts."""
     values = [value for layer in all_layers(model) for value in vars(layer).values()]
     return [v for v in objects_in(values, tf.Variable) if isinstance(v, tf.distribute.DistributedValues)]
 
 
 def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
-    """One value for each variable that the replicas wrote; what all wrote alike is written before this returns.
+    """Prepares one value for each variable that replicas wrote; what all wrote alike is written before this returns.
 
     Args:
       ring: The workers.
-      written: A `Written` of every write, the same on every rank.
-      shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
-      before: What `values_before` returned.
+      written: A `Written` for every write, the same on every rank.
+      shares: float64 `[replicas_per_worker]`, rows of each replica divided by the rows of the batch.
+      before: The result of `values_before`.
 
     Returns:
-      What this worker adds to the sums over all workers, and a function that writes what these sums become.
+      The values that this worker adds to the sums over all workers, and a function that writes the variables from these
+      sums.
     """
     if ring.num_replicas == 1:
         written = []
@@ -337,7 +340,7 @@ def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, 
         known = rules.setdefault(id(variable), (variable, rule))[1]
         if known != rule:  # a float that is a mean, and a constant in a branch, stays a mean
             rules[id(variable)] = (variable, "mean" if {known, rule} == {"mean", "same"} else "same")
-    # Of each dtype, for there may be hundreds of variables.
+    # Once per dtype, as there may be hundreds of variables.
     weights = functools.cache(lambda dtype: [tf.cast(shares[i], dtype) for i in range(len(ring.devices))])
     summed, alike = [], []  # (variable, rule, this worker's part), and what all replicas have to write alike
     for variable, rule in rules.values():
@@ -388,7 +391,10 @@ def _part(
 
 
 def _rows_of_replicas(ring: Ring, copies: Sequence[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
-    """A row for each replica of all workers: whether it has rows of the batch, then its copy; others' rows are 0."""
+    """Returns a row for each replica of all workers: whether it has rows of the batch, then its copy.
+
+    Those of other workers are 0.
+    """
     before = ring.first_replica
     after = ring.num_replicas - before - len(copies)
     flags = tf.cast(shares > 0, copies[0].dtype)[:, None]
@@ -399,7 +405,7 @@ def _rows_of_replicas(ring: Ring, copies: Sequence[tf.Tensor], shares: tf.Tensor
 def _written_by_all(
     ring: Ring, variable: Any, copies: Sequence[tf.Tensor], shares: tf.Tensor
 ) -> tf.Tensor:
-    """Returns what all replicas that have rows wrote, which has to be the same."""
+    """Returns the value that all replicas with rows wrote, which must be the same."""
     dtype = copies[0].dtype
     numbers = tf.stack([c if dtype.is_floating else tf.cast(c, tf.int64) for c in copies])
     has_rows = tf.reshape(shares > 0, [-1] + [1] * copies[0].shape.rank)

@@ -9,7 +9,7 @@ one training step on rank r                                           collective
   logs, where a callback reads them ─► all rows ┴                       1  if any       (control)
 ```
 
-State and logs travel as one collective a dtype. Logs that no callback reads are reduced after the loop
+State and logs are sent in one collective per dtype. Logs that no callback reads are reduced after the loop
 (`loop.py`), those of several steps at the end of an execution. Nothing is sent from Python.
 """
 
@@ -50,14 +50,14 @@ from tfring.step.functions import OfIterator, between_collectives, graph_functio
 
 
 def install() -> None:
-    """Makes RingTrainer what `keras.Model`, and so every model there is or will be, derives from."""
+    """Makes `keras.Model`, and thus every existing and future model, derive from RingTrainer."""
     extend(keras.Model, RingTrainer)
 
 
 class RingTrainer(TensorFlowTrainer):
     """Trains a model over the ring of the RingStrategy it was made under; any other model as Keras does.
 
-    `keras.Model` derives from it in the place of Keras' TensorFlowTrainer. So a method that a user's class overrides
+    `keras.Model` derives from it instead of Keras' TensorFlowTrainer. A method that a user's class overrides therefore
     comes first and reaches this one by `super()`, as it would reach Keras', and no model's class changes: names,
     `isinstance`, pickling, `clone_model` and files are those of plain Keras (docs/decisions/0021).
     """
@@ -65,7 +65,7 @@ class RingTrainer(TensorFlowTrainer):
     predict_function: Any
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
+        """Compiles a model in its strategy's scope. The optimizers and metrics made here then belong to that scope."""
         scope.adopt_model(self)
         ring = ring_of_model(self)
         if ring is None:
@@ -80,7 +80,7 @@ class RingTrainer(TensorFlowTrainer):
             ring.updater.check_model(self)
 
     def compile_from_config(self, config: dict) -> None:
-        if type(self).compile is not RingTrainer.compile:  # a user's: Keras says that it is not called
+        if type(self).compile is not RingTrainer.compile:  # a user's own: Keras reports that it is not called
             return super().compile_from_config(config)
         self.compile(**serialization_lib.deserialize_keras_object(config))
         if hasattr(self, "optimizer") and self.built:
@@ -157,7 +157,7 @@ class RingTrainer(TensorFlowTrainer):
             return super()._get_metrics_result_or_logs(logs)
         logs = logs or resume.interrupted_logs() or logs
         if not logs and ring.updater is not None and ring.updater.is_star:
-            # A worker of asynchronous servers had no batch of the epoch: its metrics hold those of the others.
+            # This worker of asynchronous servers had no batch of the epoch: its metrics hold those of the others.
             return values_of_results(self.get_metrics_result())
         if ring.num_replicas == 1:
             return values_of_results(super()._get_metrics_result_or_logs(logs))
@@ -165,10 +165,10 @@ class RingTrainer(TensorFlowTrainer):
             return values_of_results(super()._get_metrics_result_or_logs(logs))
 
 
-for _name in ("compile", "fit", "evaluate", "predict"):  # what `help` and `inspect.signature` tell of them is Keras'
+for _name in ("compile", "fit", "evaluate", "predict"):  # `help` and `inspect.signature` show Keras' methods
     functools.update_wrapper(vars(RingTrainer)[_name], getattr(TensorFlowTrainer, _name))
 _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for name in ("fit", "evaluate", "predict")}
-_LEFT = "_tfring_left_to_step"  # of a model that is not built: the spec of a batch
+_LEFT = "_tfring_left_to_step"  # attribute of a model that is not built: the spec of a batch
 
 
 def _short_traceback() -> ShortTraceback:
@@ -180,14 +180,14 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
     """Prepares a call of `fit`, `evaluate` or `predict` on all ranks.
 
     Args:
-      name: The method.
-      model: Its model.
+      name: Name of the method.
+      model: The Keras model.
       ring: The workers of the model.
-      args: What the user passes.
-      kwargs: The same by name.
+      args: Positional arguments that the user passes.
+      kwargs: Keyword arguments that the user passes.
 
     Yields:
-      The arguments of Keras' method by name, and what callbacks of any rank need.
+      The arguments of Keras' method by name, and the needs of the callbacks of all ranks.
     """
     try:
         bound = _SIGNATURES[name].bind(model, *args, **kwargs)
@@ -213,7 +213,7 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
 
 
 def _make_step_function(model: Any, ring: Ring, kind: str, force: bool) -> Any:
-    """Returns `model.train_function` or `model.test_function`, made where there is none or by `force`."""
+    """Returns `model.train_function` or `model.test_function`, made if there is none or if `force` is True."""
     attribute = f"{kind}_function"
     if getattr(model, attribute) is None or force:
         function = StepFunction(model, ring, kind)
@@ -223,7 +223,7 @@ def _make_step_function(model: Any, ring: Ring, kind: str, force: bool) -> Any:
 
 
 def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
-    """Builds a model for the data it is called with, from its specification: a generator's rows are drawn once."""
+    """Builds a model for the data it is called with, from the data's spec: a generator's rows are drawn once."""
     if iterator is not None:
         loop.bind(iterator, model)
         batch_shapes.check(model, iterator._tfring_batch_size)
@@ -242,7 +242,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         except TfringError:
             raise
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            # One process does not build here, but while it traces its step, which may not call the model.
+            # One process does not build here, but when it traces its step, which may not call the model.
             steps_of_keras = RingTrainer.train_step, RingTrainer.test_step
             is_keras_step = (type(model).train_step, type(model).test_step) == steps_of_keras
             if is_keras_step and (model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch)))):
@@ -252,23 +252,23 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
 
 
 def _keep_first_state(metrics: Any) -> None:
-    """Passes over the first reset of metrics that are not built: one process builds them after it, in its step."""
+    """Skips the first reset of metrics that are not built: one process builds them after it, in its step."""
     if metrics is not None and not metrics.built:
         vars(metrics)["reset_state"] = lambda: vars(metrics).pop("reset_state")
 
 
 def forget_first_state(model: Any) -> None:
-    """Lets the first reset of a model's metrics be one, for they hold what was restored."""
+    """Makes the first reset of a model's metrics take effect, as they hold what was restored."""
     if model._compile_metrics is not None:
         vars(model._compile_metrics).pop("reset_state", None)
 
 
 def _build_symbolically(model: Any, data_batch: Any) -> None:
-    """Builds a model as Keras does; what only a step of the user's knows is left to it, as in one process.
+    """Builds a model as Keras does; leaves to a user's own step what only it knows, as in one process.
 
-    That is what an optimizer updates, and of a model that is not built, which of its layers are called.
+    This is the set of variables that an optimizer updates and, in a model that is not built, that of called layers.
     """
-    vars(model).pop(_LEFT, None)  # of a call before
+    vars(model).pop(_LEFT, None)  # from an earlier call
     if type(model).train_step is RingTrainer.train_step:
         return model._symbolic_build(data_batch=data_batch)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -277,7 +277,7 @@ def _build_symbolically(model: Any, data_batch: Any) -> None:
     optimizer = model.optimizer
     if optimizer is None or optimizer.built:
         return model._symbolic_build(data_batch=data_batch)
-    optimizer.built = True  # else Keras would build it for all variables of the model, in their order
+    optimizer.built = True  # otherwise Keras would build it for all variables of the model, in their order
     try:
         model._symbolic_build(data_batch=data_batch)
     finally:
@@ -285,7 +285,7 @@ def _build_symbolically(model: Any, data_batch: Any) -> None:
 
 
 def build_by_step(model: Any) -> None:
-    """Makes the variables that are left to a `train_step`, before it runs: they are to be restored."""
+    """Makes the variables that are left to a `train_step` before it runs, so that they can be restored."""
     spec, ring = vars(model).pop(_LEFT, None), ring_of_model(model)
     if spec is None or ring is None:
         return
@@ -295,7 +295,7 @@ def build_by_step(model: Any) -> None:
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
-    """Builds those of a functional model from its outputs, which are known: Keras traces a forward pass for them."""
+    """Builds metrics and loss of a functional model from its known outputs, for which Keras traces a forward pass."""
     from keras.src import backend
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
@@ -316,7 +316,7 @@ def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
 
 
 def _known_outputs(model: Any, x: Any) -> Any:
-    """Returns symbolic outputs of a functional model for inputs as it was made with; else None."""
+    """Returns symbolic outputs of a functional model for inputs like those it was made with; otherwise None."""
     kind = type(model)
     is_functional = isinstance(model, Functional) or (isinstance(model, keras.Sequential) and model._functional)
     if not is_functional or kind.call not in (Functional.call, keras.Sequential.call):
@@ -339,7 +339,7 @@ def _symbolic_batch(element_spec: Any) -> Any:
         if type(spec).__name__ in ("OptionalSpec", "NoneTensorSpec"):
             return None
         first, *others = list(spec.shape) or [None]
-        first = None if first == rows else first  # else of a constant beside the rows
+        first = None if first == rows else first  # otherwise that of a constant beside the rows
         symbol = backend.KerasTensor([first, *others], backend.standardize_dtype(spec.dtype.name))
         symbol._tfring_spec = spec
         return symbol
@@ -348,13 +348,13 @@ def _symbolic_batch(element_spec: Any) -> Any:
 
 
 def _ragged_or_sparse(value: Any) -> Any:
-    """Returns the spec of a ragged or sparse component of a batch; None of a dense one."""
+    """Returns the spec of a ragged or sparse component of a batch; None for a dense one."""
     spec = getattr(value, "_tfring_spec", None)
     return spec if isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) else None
 
 
 def _build_eagerly(model: Any, data_batch: Any) -> None:
-    """Builds a model on a row of zeros, where symbols do not do: they are dense, and NumPy takes none."""
+    """Builds a model on a row of zeros if symbols do not work: they are dense, and NumPy does not accept them."""
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
     def zeros(symbol: Any) -> Any:
@@ -392,9 +392,9 @@ class StepFunction:
         self._replicas = len(ring.devices)
         self._logs = Logs(model, ring)
         self._way: Way | None = None  # not known before the first step
-        self._refused: exactness.OfWholeBatch | None = None  # why the step that was traced is to be traced again
-        self._reads_more = False  # than its updater knew when it was traced: so is it
-        self._static_rows: int | None = None  # of every batch of all workers, where one process knows their number
+        self._refused: exactness.OfWholeBatch | None = None  # why the traced step has to be traced again
+        self._reads_more = False  # than its updater knew at the trace, so it is traced again
+        self._static_rows: int | None = None  # of every global batch, if one process knows their number
         self._is_compared = False
         self._make()
         self.reset()
@@ -411,7 +411,7 @@ class StepFunction:
         """Forgets a loop over batches."""
         self.iterator = None  # of the last step
         self._unread: tuple | None = None  # of the last step: what its replicas returned, and their shares
-        self._logs_of_loop: dict = {}  # that Keras holds for those of the last step
+        self._logs_of_loop: dict = {}  # the dict that Keras holds as the logs of the last step
 
     def __call__(self, iterator: Any) -> Any:
         with trace.step(self._ring, self._kind):
@@ -438,9 +438,9 @@ class StepFunction:
         return self._logs_of_loop
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
+        """Calls a function of this object. Before the first call, ranks compare their models and the traced graph."""
         if not self._is_compared:
-            with imports.without_collections(as_old=False):  # each would walk the graph once more
+            with imports.without_collections(as_old=False):  # each collection would walk the graph again
                 graph = None if self._model.run_eagerly else self._traced(name, *args).graph
             agreement.check_model(self._ring, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
@@ -459,15 +459,15 @@ class StepFunction:
         self._static_rows = rows
 
     def _take_whole_batches(self, refused: exactness.OfWholeBatch) -> None:
-        """Has each step be that of the whole batch from now on; what was traced is traced again."""
+        """Makes each step one of the whole batch from now on; what was traced is traced again."""
         self._way, self._refused = Way.WHOLE, None
         exactness.tell_whole(self._ring, self._model, f"{self._kind}_step", refused.reason)
         self._make()
 
     def _traced(self, name: str, *args: Any) -> Any:
-        """Returns a function of this, traced; it is traced again if its rows cannot be divided.
+        """Returns a function of this object, traced. It is traced again if its rows cannot be divided.
 
-        The first is not given up midway, for TensorFlow initializes variables that a step makes after its trace.
+        The first trace is completed in any case: only after it does TensorFlow initialize variables that a step makes.
         """
         while True:
             try:
@@ -487,7 +487,7 @@ class StepFunction:
             self._reads_more = False
 
     def bring_logs_together(self) -> None:
-        """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
+        """Reduces the logs of the last batch after the loop: Keras finds them in the dict that it was given."""
         if self._unread is not None and isinstance(self._unread[0], dict):
             self._logs_of_loop.update(self._logs_of_all_rows(*self._unread))
 
@@ -535,14 +535,14 @@ class StepFunction:
     def _with_state_and_logs(
         self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
     ) -> Any:
-        """Returns the outputs of each replica, or the logs, once what replicas wrote has one value for all."""
+        """Returns the outputs of each replica, or the logs, once each variable that replicas wrote has one value."""
         parts = [state.written_together(self._ring, written, shares, before)]
         if with_logs and self._logs.read(written):
-            self._together([parts.pop()])  # first
+            self._together([parts.pop()])  # first, as the logs read the state
         if with_logs:
             parts.append(self._logs.pending_reduction(outputs, shares))
         logs = self._together(parts)
-        if self._ring.check_equal:  # gradients accumulate on each worker, and are reduced once an update
+        if self._ring.check_equal:  # gradients accumulate on each worker, and are reduced once per update
             variables = ring_callbacks.all_variables(self._model)
             self._ring.strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
@@ -550,7 +550,7 @@ class StepFunction:
         return logs[-1] if with_logs else outputs
 
     def _together(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Any]]]) -> list:
-        """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective a dtype."""
+        """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective per dtype."""
         values = [value for values, _ in parts for value in values]
         totals = self._ring.control_ops.sum_over_workers(values, name="state and logs")
         results = []
@@ -560,7 +560,7 @@ class StepFunction:
         return results
 
     def _on_iterator_body(self, iterator: Any, with_logs: bool) -> Any:
-        """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
+        """Returns the logs, or the outputs of this worker's replicas in the last step and their shares of its batch."""
         with self._ring.scope():
             steps = self._model.steps_per_execution
             if steps == 1:
@@ -576,7 +576,7 @@ class StepFunction:
 
             if tf.executing_eagerly():
                 first = another(0, True, None, None)
-            else:  # the step is in the graph once: one that was there twice would draw its numbers of a seed twice
+            else:  # the step is in the graph only once: twice, it would draw the numbers of a seed twice
                 with _tf.scratch_graph():
                     outputs, shares, _ = self._step_on_iterator(iterator, False)
                 first = 0, True, *tf.nest.map_structure(_never, (outputs, shares), expand_composites=True)
@@ -584,13 +584,13 @@ class StepFunction:
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
     def _step_on_iterator(self, iterator: Any, with_logs: bool, before: tuple | None = None) -> tuple:
-        """Returns what a step of the next batch returns, the shares of its batch, and whether there is one.
+        """Returns the result of a step on the next batch, the shares of the batch, and whether there is one.
 
         Args:
-          iterator: Of batches.
-          with_logs: Whether it returns logs.
-          before: Whether there were steps in this execution, and what the last of them returned, which counts where
-            there is no batch.
+          iterator: An iterator over batches.
+          with_logs: Whether to return logs.
+          before: Whether there were steps in this execution, and the result of the last of them, which counts if there
+            is no batch.
         """
         batch_status, inputs, rows = self._next_batch(iterator)
         taken: list = []
@@ -607,7 +607,8 @@ class StepFunction:
                 return refuse()
             return tf.cond(before[0], lambda: self._unless_wrong(batch_status, before[1]), refuse)
 
-        # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
+        # Not only the inputs are conditional: what depends on none of them, such as `iterations.assign_add(1)`, would
+        # run beside an error.
         outputs, shares = tf.cond(batch_status.goes_on, take, otherwise)
         return outputs, shares, batch_status.has_batch
 
@@ -627,7 +628,7 @@ class StepFunction:
     # -- the batch -------------------------------------------------------------------------------------------------
 
     def _next_batch(self, iterator: Any) -> tuple[status.Status, list, list]:
-        """Returns what all ranks hold before the step, and one element and its number of rows a replica."""
+        """Returns the status of all ranks before the step, and for each replica an element and its number of rows."""
         inputs, have_value = trace.next_batch(self._ring, lambda: _tf.next_or_dummy(iterator))
         fingerprint = None
         if isinstance(inputs[0], Shares):
@@ -642,7 +643,7 @@ class StepFunction:
         return status.before_step(self._ring, rows, has_batch, fingerprint), inputs, rows
 
     def _refuse(self, batch_status: status.Status, iterator: Any, like: Any) -> Any:
-        """Raises why there is no step; what it returns is never computed, and is like what the step returns."""
+        """Raises the reason why there is no step. The result is never computed, and is like that of the step."""
         with tf.control_dependencies(status.why_not(batch_status)):
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.
             drawn = tf.nest.flatten(_tf.next_or_error(iterator), expand_composites=True)
@@ -655,7 +656,7 @@ class StepFunction:
 
 
 def _never(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor of this dtype, and of this shape as far as it is static."""
+    """Returns a tensor of this dtype, and of this shape as far as it is static."""
     shape = tensor.shape
     if shape.is_fully_defined():
         return tf.zeros(shape, tensor.dtype)

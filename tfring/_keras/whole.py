@@ -1,4 +1,4 @@
-"""The rows of all replicas on each replica, for a step whose rows cannot be divided among them.
+"""Gathers the rows of all replicas on each replica, for a step with rows that cannot be divided among them.
 
 ```
 rows of a replica ─► all_gather ─► rows of the batch ─► Keras' step ─► what the first replica computes
@@ -25,7 +25,7 @@ _NAME = "the whole batch"
 
 def shares(ring: Ring) -> tf.Tensor:
     """Returns float64 `[replicas_per_worker]`: 1 for the first replica of all workers, 0 for the others."""
-    # Of booleans: fractions in a step's graph are compared over ranks.
+    # Made from booleans, as float constants in a step's graph are compared over ranks.
     return tf.cast(tf.constant([replica == 0 for replica in _replicas(ring)]), tf.float64)
 
 
@@ -35,8 +35,8 @@ def batch(ring: Ring, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int 
     Args:
       ring: The workers.
       inputs: One element for each replica of this worker.
-      rows: The number of rows of each of them; None for an element that has none, which stays as it is.
-      num_rows: How many the batch has, where that is known before it is drawn.
+      rows: Number of rows of each of them; None for an element that has none, which stays as it is.
+      num_rows: Number of rows of the batch, if known before it is drawn.
     """
     first = inputs[0]
     if None in rows:
@@ -57,7 +57,7 @@ def batch(ring: Ring, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int 
 
 
 def concatenated(values: Sequence[Any], axis: int = 0) -> Any:
-    """Returns dense, ragged or sparse tensors one after another."""
+    """Returns the concatenation of dense, ragged or sparse tensors."""
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], tf.SparseTensor):
@@ -70,8 +70,8 @@ def of_workers(value: Any, gather: Callable[[tf.Tensor], tf.Tensor], rank: int) 
 
     Args:
       value: This worker's rows.
-      gather: Concatenates a dense tensor over workers.
-      rank: This worker's.
+      gather: A function that concatenates a dense tensor over workers.
+      rank: This worker's rank.
     """
     if isinstance(value, tf.RaggedTensor):
         lengths = [gather(lengths) for lengths in value.nested_row_lengths()]
@@ -86,12 +86,12 @@ def of_workers(value: Any, gather: Callable[[tf.Tensor], tf.Tensor], rank: int) 
 
 
 def _replicas(ring: Ring) -> range:
-    """Returns the numbers of this worker's replicas among all."""
+    """Returns the indices of this worker's replicas among all replicas."""
     return range(ring.first_replica, ring.first_replica + len(ring.devices))
 
 
 def _of_all(ring: Ring, parts: Sequence[Any], num_rows: int | None) -> Any:
-    """Returns the rows of all replicas of one component, of which this worker's have parts."""
+    """Returns the rows of all replicas for one component, from the parts of this worker's replicas."""
     gather = functools.partial(_gathered, ring)
     found = of_workers(concatenated(parts), gather, ring.control.rank)
     shape = parts[0].shape
@@ -101,7 +101,7 @@ def _of_all(ring: Ring, parts: Sequence[Any], num_rows: int | None) -> Any:
 
 
 def _gathered(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensors of all workers, one after another; strings travel as their bytes."""
+    """Returns the concatenation of the tensors of all workers; strings are sent as their bytes."""
     ops = ring.control_ops
     if tensor.dtype != tf.string:
         return ops.gather_over_workers(tensor, 0, name=_NAME)
@@ -114,7 +114,7 @@ def _gathered(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def of_first(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor of the first worker, of any shape there, in place of this worker's."""
+    """Returns the first worker's tensor, which may have any shape there, in place of this worker's."""
     if ring.control.world_size == 1 or tensor.dtype in (tf.variant, tf.resource):
         return tensor
     flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)

@@ -1,6 +1,7 @@
-"""Measures the limits of the machines: a raw socket between hosts, a copy of memory within one.
+"""Measures the limits of the machines: a raw socket between hosts, a memory copy within a host.
 
-Every rank sends to the next and gets from the one before, all at once, as in a ring: the slowest rank is the limit.
+Every rank sends to the next and receives from the previous one, all at once, as in a ring. The slowest rank is the
+limit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tfring.cluster import Cluster, parse_address
 from tfring.transport import ports
 
 SOCKET, COPY = "raw socket", "memory copy"
-_SECONDS = 20.0  # for the connections, and for what is sent
+_SECONDS = 20.0  # for the connections, and for sending
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 1 << 18  # stays in the cache
 _FIRST_BYTES, _LAST_BYTES = 1 << 20, 1 << 28
@@ -25,20 +26,20 @@ _REPEATS = 3
 
 
 class Limit(NamedTuple):
-    """Bytes a second and what moved them."""
+    """Bytes per second, and the means by which they were moved."""
 
     kind: str
     bytes_per_second: float
 
 
 def measure(cluster: Cluster, ring: Any, order: tuple[int, ...]) -> Limit:
-    """A collective: the limit of a ring through `order`."""
+    """Measures the limit of a ring through `order`. This is a collective."""
     position = order.index(cluster.rank)
     to, source = order[(position + 1) % len(order)], order[position - 1]
     if ring.all_reduce([float("tcp" in ring.transport)], "max", name="bench's transports")[0] == 0:
         return Limit(COPY, _slowest(ring, _copy_speed(ring)))
     hosts = [parse_address(address).host for address in cluster.addresses]
-    on_one_host = len(set(hosts)) == 1  # where TCP was asked for
+    on_one_host = len(set(hosts)) == 1  # if TCP was requested
     sends, gets = (on_one_host or hosts[rank] != hosts[cluster.rank] for rank in (to, source))
     return Limit(SOCKET, _slowest(ring, _socket_speed(ring, to, hosts[to], on_one_host, sends, gets)))
 
@@ -61,7 +62,7 @@ def _copy_speed(ring: Any) -> float:
 
 
 def _socket_speed(ring: Any, to: int, host: str, on_one_host: bool, sends: bool, gets: bool) -> float:
-    """Infinite for a rank with no other host beside it."""
+    """Measures the speed of sockets. Returns infinity for a rank without a neighbour on another host."""
     import numpy as np
 
     token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)

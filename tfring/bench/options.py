@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-# Bus bandwidth over algorithm bandwidth, for N ranks: what the slowest link carries of each byte of the size, as
-# nccl-tests have it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+# Bus bandwidth over algorithm bandwidth, for N ranks: bytes that the slowest link carries per byte of the size, as
+# in nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -24,7 +24,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Options(NamedTuple):
-    """As the ranks are given them: the same to all."""
+    """The options that the ranks get. They are the same on all ranks."""
 
     ops: tuple[str, ...] = DEFAULT_OPS
     sizes: tuple[int, ...] = ()  # bytes
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
 
 def parse_ops(text: str) -> tuple[str, ...]:
-    """Names of collectives.
+    """Parses names of collectives.
 
     >>> parse_ops("all_reduce,broadcast")
     ('all_reduce', 'broadcast')
@@ -59,7 +59,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Numbers of bytes.
+    """Parses numbers of bytes.
 
     >>> parse_sizes("4,64K,1M")
     (4, 65536, 1048576)

@@ -52,7 +52,7 @@ def head(document: dict[str, Any]) -> str:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Returns one row of the table."""
     cells = (
         result["op"],
         str(result["size"]),
@@ -68,7 +68,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any], file: str) -> None:
-    """Bus bandwidth over size, a line a collective, with the limit."""
+    """Plots bus bandwidth over size, one line per collective, with the limit."""
     import matplotlib
 
     matplotlib.use("Agg")

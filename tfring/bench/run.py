@@ -1,4 +1,4 @@
-"""A rank's part in the measurement. All ranks go the same way through the same collectives; rank 0 reports."""
+"""A rank's part of the measurement. All ranks run the same collectives in the same order. Rank 0 reports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FAILED = 2
 _LOOP_SECONDS = 0.1
 _LOOPS = 3
 _MAX_CALLS = 1000
-_MOST_ONES = 256  # as many as bfloat16 counts
-_ROW = 64  # items of a row, so that large exchanges have rows to share out
+_MOST_ONES = 256  # up to which bfloat16 can count
+_ROW = 64  # items per row, so that large exchanges have rows to distribute
 
 ALONE = """\
 tfring bench measures what lies between ranks, and this process is alone. Type one of:
@@ -32,7 +32,7 @@ NO_MATPLOTLIB = "--plot draws with matplotlib, and there is none where rank 0 ru
 
 
 def run(options: Options) -> int:
-    """Takes this process's part; rank 0 prints.
+    """Runs this process's part. Rank 0 prints.
 
     Returns:
       The exit code.
@@ -84,7 +84,7 @@ def _measure(cluster: Cluster, options: Options) -> int:
 
 
 def _why_not(options: Options) -> str | None:
-    """Returns what rank 0 lacks for what was asked; None if it lacks nothing."""
+    """Returns what rank 0 lacks for these options, or None if it lacks nothing."""
     if options.plot is None:
         return None
     try:
@@ -96,10 +96,10 @@ def _why_not(options: Options) -> str | None:
 
 
 def _cell(ring: Any, op: str, size: int, dtype: str, local_size: int, limit: limits.Limit) -> dict[str, Any]:
-    """One collective of one size."""
+    """Measures one collective of one size."""
     ranks = ring.world_size
     count = max(1, size // ITEM_BYTES[dtype])
-    if op not in ("all_reduce", "broadcast", "reduce"):  # what each rank gives to, or has from, each
+    if op not in ("all_reduce", "broadcast", "reduce"):  # per pair: sent to, or received from, each rank
         count = max(1, count // ranks)
     size = count * ITEM_BYTES[dtype] * (ranks if op not in ("all_reduce", "broadcast", "reduce") else 1)
     seconds = _seconds(ring, _call(ring, op, count, dtype))
@@ -119,7 +119,7 @@ def _cell(ring: Any, op: str, size: int, dtype: str, local_size: int, limit: lim
 
 
 def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "auto") -> str:
-    """Returns the algorithm of tfring/ring/schedule.py that a collective takes.
+    """Returns the algorithm of tfring/ring/schedule.py that a collective uses.
 
     >>> algorithm("all_reduce", 1 << 26, 8, 4), algorithm("broadcast", 4, 8, 4), algorithm("reduce_scatter", 4, 8, 4)
     ('two_level', 'flat', 'ring')
@@ -135,7 +135,7 @@ def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "au
 
 
 def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:
-    """The collective of ones, whose result is looked at once."""
+    """Returns a function that calls the collective with ones. Its result is checked once."""
     import numpy as np
 
     if dtype == "bfloat16":
@@ -167,7 +167,7 @@ def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:
 
 
 def _seconds(ring: Any, call: Callable[[], Any]) -> float:
-    """Returns the seconds of a call at the slowest rank: the median of loops of as many calls as fit."""
+    """Returns the seconds per call on the slowest rank: the median of loops with the number of calls that fits."""
 
     def loop(calls: int) -> float:
         ring.barrier(name="bench's loop")

@@ -1,4 +1,4 @@
-"""Callbacks for training that is interrupted, that goes wrong, or whose speed is asked for."""
+"""Callbacks that back up training, detect values that are not finite, warm up the learning rate, and log speed."""
 
 from tfring.callbacks.backup import Backup
 from tfring.callbacks.check_finite import CheckFinite

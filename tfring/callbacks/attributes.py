@@ -1,8 +1,8 @@
 """Keeps simple attributes of other callbacks: EarlyStopping's `wait` and `best_weights`, a counter of your own.
 
-Kept are those that have changed since training began, if they are numbers, texts, bytes, arrays, tensors, functions of
-`keras.ops` or NumPy, or lists, tuples, dicts, sets, deques and counters of them. Of others that hold data a warning
-says that they are lost.
+Attributes are kept if they have changed since training began and are numbers, strings, bytes, arrays, tensors,
+functions of `keras.ops` or NumPy, or lists, tuples, dicts, sets, deques and counters of them. For other attributes that
+hold data, a warning says that they are lost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import tensorflow as tf
 
 _OF_KERAS = ("model", "_model", "params", "validation_data")
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, deque)}
-_MODULES = {"keras.ops": keras.ops, "numpy": np}  # whose functions are kept by name
+_MODULES = {"keras.ops": keras.ops, "numpy": np}  # their functions are kept by name
 _DATA = (Collection, numbers.Number, tf.Tensor, tf.Variable, np.generic, datetime.date, datetime.timedelta)
 
 
 class Attributes:
-    """Those of a list of callbacks, from the moment this is made.
+    """Tracks the attributes of a list of callbacks from the moment it is created.
 
     >>> class Counting(keras.callbacks.Callback):
     ...     seen = 0
@@ -41,18 +41,18 @@ class Attributes:
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._callbacks: dict[str, keras.callbacks.Callback] = {}
-        number: Counter = Counter()  # not the place in the list: ranks other than 0 leave some out
+        number: Counter = Counter()  # not the position in the list: ranks other than 0 leave some out
         for callback in callbacks:
             name = type(callback).__name__
             self._callbacks[f"{name} {number[name]}"] = callback
             number[name] += 1
         self._before = {key: _digests(callback) for key, callback in self._callbacks.items()}
-        self._lost: set[tuple[str, str]] = set()  # of which a warning was given
+        self._lost: set[tuple[str, str]] = set()  # those already warned about
 
     def changed(self, arrays: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-        """As JSON has them, by class and number of the callback; appends the arrays among them to `arrays`.
+        """Returns the changed attributes as JSON values, by class and number of the callback.
 
-        Warns of each that cannot be kept, once.
+        Appends the arrays among them to `arrays`. Warns once about each attribute that cannot be kept.
         """
         states: dict[str, dict[str, Any]] = {}
         for key, callback in self._callbacks.items():
@@ -68,13 +68,13 @@ class Attributes:
         return states
 
     def set(self, states: dict[str, dict[str, Any]], arrays: Sequence[np.ndarray]) -> None:
-        """Sets what `changed` gave, on the callbacks there are."""
+        """Sets the attributes that `changed` returned, on the callbacks that exist."""
         for key, state in states.items():
             if key in self._callbacks:
                 vars(self._callbacks[key]).update({name: _decode(value, arrays) for name, value in state.items()})
 
     def _warn(self, key: str, callback: keras.callbacks.Callback, name: str, value: Any) -> None:
-        is_keras = type(callback).__module__.partition(".")[0] == "keras"  # whose callbacks begin again by themselves
+        is_keras = type(callback).__module__.partition(".")[0] == "keras"  # they reset their own state
         if is_keras or (key, name) in self._lost:
             return
         self._lost.add((key, name))
@@ -87,7 +87,7 @@ class Attributes:
 
 
 def _digests(callback: keras.callbacks.Callback) -> dict[str, bytes]:
-    """Returns by name a digest of each attribute that holds data."""
+    """Returns a dict of digests, by name, of the attributes that hold data."""
     digests = {}
     for name, value in vars(callback).items():
         encoder = _Encoder()
@@ -105,10 +105,10 @@ def _digests(callback: keras.callbacks.Callback) -> dict[str, bytes]:
 
 
 class _Encoder:
-    """Values as JSON has them, and beside them what it does not have.
+    """Encodes values as JSON, and collects those that JSON cannot represent.
 
     Attributes:
-      arrays: In the order of their numbers, which begin with `first`.
+      arrays: Arrays in the order of their numbers, which begin with `first`.
       unknown: Values that are not kept.
     """
 
@@ -116,7 +116,7 @@ class _Encoder:
         self.arrays: list[np.ndarray] = []
         self.unknown: list = []
         self._first = first
-        self._around: set[int] = set()  # the containers of what is encoded, which may hold themselves
+        self._around: set[int] = set()  # containers of the current value, which may contain themselves
 
     def encode(self, value: Any) -> Any:
         if id(value) in self._around:
@@ -177,7 +177,7 @@ def _decode(value: Any, arrays: Sequence[np.ndarray]) -> Any:
         return {key: _decode(v, arrays) for key, v in value.items()}
     content = value[tag]
     if tag == "__array__":
-        return arrays[content][()]  # a scalar where there is no dimension
+        return arrays[content][()]  # a scalar if there is no dimension
     if tag == "__tensor__":
         return tf.constant(arrays[content])
     if tag == "__function__":

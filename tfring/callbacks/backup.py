@@ -1,4 +1,4 @@
-"""`Backup`: training that is interrupted goes on as if it had not been."""
+"""`Backup`: resumes interrupted training as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
 from tfring.errors import ConfigurationError
 
-_FORMAT, _FORMAT_OF_SHARDS = 3, 4  # 1 and 2 did not have the mesh
+_FORMAT, _FORMAT_OF_SHARDS = 3, 4  # 1 and 2 did not contain the mesh
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
-_NOT_SAVED = 128 + signal.SIGTERM  # what a process ends with that SIGTERM stopped before it had saved
+_NOT_SAVED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM stopped before it had saved
 
 
 class Backup(LateCallback, keras.callbacks.Callback):
-    """Keeps a `fit` in a folder, and lets the same program go on from there after it was stopped or killed.
+    """Saves the state of a `fit` to a folder, from which the same program resumes after it was stopped or killed.
 
-    On as many workers as before, training ends with the same weights, bit for bit, as if it had never been
-    interrupted, and with the same logs; on another number of workers, with those of that number, to the last digits.
-    Kept are the weights, the state of optimizers and metrics, seed generators, gradients that are accumulated between
-    two updates, the epoch and the step in it, the place in the data, the logs so far, the random numbers of Python and
-    NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau); a warning names those
-    that are not kept.
+    On the same number of workers, training ends with the same weights, bit for bit, as if it had never been
+    interrupted, and with the same logs. On another number of workers it ends with the weights and logs of that number,
+    up to the last digits. A backup contains the weights, the state of optimizers and metrics, seed generators,
+    gradients accumulated between two updates, the epoch and the step in it, the position in the data, the logs so far,
+    the random states of Python and NumPy, and simple attributes of other callbacks (EarlyStopping, ReduceLROnPlateau).
+    A warning names the attributes that are not kept.
 
-    Rank 0 copies the state after a step and writes it from a thread, while training goes on; the next save, and the end
-    of `fit`, wait until it is written. The others restore what rank 0 reads. With `sharded=True` each rank writes its
-    shards (weights of sharded layers and of stages, slots that are divided) before its next step, for there may be no
-    memory for a copy, and rank 0 the rest and what is where. A file is written beside and renamed, so that a kill loses
-    nothing, and is found out where it is not whole; then the one before it is used. It is a plain zip file, see
-    `docs/restarts.md`. When training has ended the last file stays: the same `fit` then has nothing left to do, one
-    with more epochs goes on. Remove the folder to train from the start.
+    Rank 0 copies the state after a step and writes it from a thread while training continues. The next save and the end
+    of `fit` wait until it is written. The other ranks restore what rank 0 reads. With `sharded=True`, each rank writes
+    its own shards (weights of sharded layers and of stages, sharded slots) before its next step, because there may be
+    no memory for a copy; rank 0 writes the rest and the locations of the shards. A file is written under a temporary
+    name and then renamed, so a kill loses nothing. An incomplete file is detected, and the one before it is used. Files
+    are plain zip files, see `docs/restarts.md`. The last file stays when training has ended: the same `fit` then has
+    nothing left to do, and one with more epochs resumes. Remove the folder to train from the start.
 
-    SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
-    end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
-    itself. Where they cannot save, a line says why, and they end with exit code 143.
+    Schedulers send SIGTERM to announce that they reclaim a machine. All ranks then save after the current step and exit
+    with code 75, upon which `tfring launch --max-restarts` starts them again. If they cannot save, a line gives
+    the reason and they exit with code 143. If the program handles SIGTERM itself, Backup does not.
 
     Args:
-      folder: Of this `fit` alone, on a disk that rank 0 sees after a restart too.
-      every_steps: Save after every this number of steps. Default None.
-      every_seconds: Save after the step at which this number of seconds has passed, by rank 0's clock. Default None;
-        without both, at the end of each epoch.
-      keep: How many files stay in the folder. Default 2.
-      sharded: Whether shards are written by their ranks, at the same time, each to a file of its own; such a backup is
-        read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
-        Default False.
-      grace_seconds: After SIGTERM, how long the step or validation under way may take until the process ends without
-        saving, with exit code 143. Default 20.
+      folder: Folder for this `fit` alone, on a disk that rank 0 sees after a restart too.
+      every_steps: Number of steps between two saves. Defaults to None.
+      every_seconds: Number of seconds between two saves, by rank 0's clock. A save follows the step at which they have
+        passed. Defaults to None. If `every_steps` is None too, a save follows each epoch.
+      keep: Number of files to keep in the folder. Defaults to 2.
+      sharded: Whether each rank writes its shards to a file of its own, all at the same time. Such a backup can also be
+        read on any number of workers, and by a Backup of either kind. `folder` must be on a disk that all ranks see.
+        Defaults to False.
+      grace_seconds: Number of seconds after SIGTERM within which the current step or validation has to end. Otherwise
+        the process exits without saving, with code 143. Defaults to 20.
 
     Raises:
-      ConfigurationError: For arguments out of range; in `fit`, for a model that was not made in the scope of a
-        RingStrategy, or is another than was saved; for a folder that another
-        job uses now; with `sharded`, for a folder that some rank does not see.
-      OSError: In `fit`, where the folder holds files and none is whole.
+      ConfigurationError: If an argument is out of range; in `fit`, if the model was not made in the scope of a
+        RingStrategy or is not the one that was saved, if another job uses the folder now, or if some rank does not see
+        the folder with `sharded`.
+      OSError: In `fit`, if the folder contains files and none is complete.
 
-    The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
-    epochs cost nothing where the data is arrays or a `tf.data` pipeline, and are drawn too where they run Python, are
-    cached, or `steps_per_epoch` lets one iterator go on through all. Data has to come in the same order when the
-    program runs again: seed what shuffles it (`keras.utils.set_random_seed`), or start it by `tfring launch`, which
-    hands the same `TFRING_DATA_SEED` to every try. Random operations that keep their state in themselves, such as
-    `tf.random.normal` in a compiled step, begin again; those of Keras go on.
+    Backup restores the position in the data by drawing batches again. Those of the current epoch are drawn and
+    discarded. Earlier epochs cost nothing if the data is arrays or a `tf.data` pipeline. They are drawn too if the data
+    runs Python, is cached, or `steps_per_epoch` lets one iterator continue through all epochs. The data must come in
+    the same order when the program runs again: seed its shuffles (`keras.utils.set_random_seed`), or start the program
+    with `tfring launch`, which passes the same `TFRING_DATA_SEED` to every try. Random operations that keep their state
+    inside the operation, such as `tf.random.normal` in a compiled step, start over; those of Keras continue.
 
     >>> import tempfile
     >>> import tfring
@@ -114,7 +114,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         self._sharded = sharded
         self._grace_seconds = grace_seconds
         self._ring: Any = None  # while `fit` runs
-        self._restored: Any = None  # the state it goes on from
+        self._restored: Any = None  # the state from which `fit` resumes
         self._arrays: list[np.ndarray] | None = None  # on rank 0
         self._problem = ""  # on rank 0: why the last save failed
         self._writer: Any = None  # a thread, while `fit` runs
@@ -136,7 +136,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             ):
                 at_the_end.callback(self._finish_writing)
                 self._read(holder)
-                # Those with which data was shuffled; so they are set before data is drawn.
+                # These have shuffled the data, so they are set before data is drawn.
                 states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
                 if states:
                     random_states.give(states)
@@ -168,7 +168,10 @@ class Backup(LateCallback, keras.callbacks.Callback):
             )
 
     def _read(self, holder: str) -> None:
-        """On all ranks: the newest state, or None; its arrays on rank 0. Fails where another process has the folder."""
+        """Reads the newest state, or None, on all ranks, and its arrays on rank 0.
+
+        Raises ConfigurationError if another process uses the folder.
+        """
         self._restored = self._arrays = None
         reply: dict = {"holder": holder} if holder else {}
         if self._ring.cluster.is_chief and not holder:
@@ -201,7 +204,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def _sigterm(self) -> Iterator[None]:
-        """While SIGTERM asks to save and leave."""
+        """Makes SIGTERM request a save and an exit while it is entered."""
         main = threading.current_thread() is threading.main_thread()
         if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             yield
@@ -225,12 +228,12 @@ class Backup(LateCallback, keras.callbacks.Callback):
             raise SystemExit(_NOT_SAVED if self._problem else PREEMPTED)
 
     def _give_up(self) -> NoReturn:
-        """Ends a process whose ranks have not reached the end of a step."""
+        """Ends the process if the ranks have not reached the end of a step."""
         self._say(self._not_saved(f"the step under way has not ended in {self._grace_seconds:g} s"))
         os._exit(_NOT_SAVED)
 
     def _leave(self) -> NoReturn:
-        # No rank ends before rank 0 has written.
+        # No rank exits before rank 0 has written.
         self._finish_writing()
         problem = variables.broadcast_bytes(self._ring, self._problem.encode()).decode()
         if problem:
@@ -261,10 +264,10 @@ class Backup(LateCallback, keras.callbacks.Callback):
         self._attributes = Attributes(self.others)
         self._epoch, self._finished = 0, False
         self._logs: dict[str, Any] | None = None
-        self._executions: list[int] = []  # of the step function in each epoch; the last is the present one
-        self._validations: list[int] = []  # the same of each validation
+        self._executions: list[int] = []  # calls of the step function in each epoch, the current one last
+        self._validations: list[int] = []  # the same for each validation
         self._saved_at = time.monotonic()
-        self._steps_since_due = 0  # a save for `every_steps`, which other saves do not put off: it may end a window
+        self._steps_since_due = 0  # for `every_steps`, which other saves do not delay: its save may end a window
         self._metrics_to_restore = False
         self._validations_to_pass: list[int] = []
         if self._restored:
@@ -294,7 +297,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             return
         resume.training(self._executions, self._logs)
         states = self._of_rank(state["random"])
-        if not resume.draws_from_python():  # else they are where drawing again leaves them
+        if not resume.draws_from_python():  # otherwise drawing again leaves them in the right state
             random_states.give(states)
         if states["keras"] is not None:
             randomness.give_global_seed(ring, states["keras"])
@@ -312,7 +315,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         ]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._metrics_to_restore:  # which Keras has just reset
+        if self._metrics_to_restore:  # Keras has just reset them
             self._metrics_to_restore = False
             self.model.history.epoch = list(self._restored["history_epochs"])
             if self._executions[-1]:
@@ -332,8 +335,8 @@ class Backup(LateCallback, keras.callbacks.Callback):
         return _SAVE if due and self._ring.cluster.is_chief else _NOTHING
 
     def _may_save(self, due_at: float) -> bool:
-        """Returns False where saving would end a window of `Delayed` early, for half of the grace at most."""
-        steps = self._steps_since_due + self.model.steps_per_execution  # with those that have just been made
+        """Returns False if saving would end a window of `Delayed` early, for at most half of `grace_seconds`."""
+        steps = self._steps_since_due + self.model.steps_per_execution  # including those just done
         if self._ring.updater is None or (self._every_steps is not None and steps >= self._every_steps):
             return True
         return self._ring.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
@@ -348,7 +351,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         self._epoch, self._logs = epoch + 1, None
         self._executions.append(0)
         last = self.model.stop_training or self._epoch >= self.params["epochs"]
-        if not last:  # else on_train_end saves
+        if not last:  # otherwise on_train_end saves
             self._save_if_due(every_epoch=self._every_steps is None and self._every_seconds is None)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -379,7 +382,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             self._leave()
 
     def _save(self, stopped: bool = False) -> None:
-        """On all ranks; rank 0 has it written while training goes on."""
+        """Saves, on all ranks; rank 0 writes in a thread while training continues."""
         self._finish_writing()
         self._saved_at = time.monotonic()
         ring, model = self._ring, self.model
@@ -422,7 +425,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             state |= {"format": _FORMAT_OF_SHARDS, "pieces": [each.get("pieces") for each in everyones]}
         arrays = [*taken.arrays, *(variables.bits(np.array(array)) for array in of_callbacks)]
         problems = [each["problem"] for each in everyones if "problem" in each]
-        now = copy.deepcopy(state)  # training adds to what it holds
+        now = copy.deepcopy(state)  # training appends to its lists
         self._written = self._writer.submit(self._write, self._epoch, step, now, arrays, "; ".join(problems))
 
     def _write(self, epoch: int, step: int, state: dict, arrays: list[np.ndarray | None], problem: str) -> None:
@@ -432,12 +435,12 @@ class Backup(LateCallback, keras.callbacks.Callback):
         files.write(self._folder, epoch, step, state, arrays, self._keep)
 
     def _finish_writing(self) -> None:
-        """Waits until the last save is written. A full disk is no reason to lose what is in memory."""
+        """Waits until the last save is written. Only warns of an OSError: a full disk must not end training."""
         written, self._written = self._written, None
         try:
             if written:
                 written.result()
         except OSError as error:
             self._problem = str(error)
-            if self.granted != _SAVE_AND_LEAVE:  # else `_leave` reports it
+            if self.granted != _SAVE_AND_LEAVE:  # otherwise `_leave` reports it
                 warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""`CheckFinite`: training that has gone wrong ends, and says where it began."""
+"""`CheckFinite`: ends training that has produced NaN or infinity, and reports where it began."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tfring.step import finite
 
 
 class CheckFinite(keras.callbacks.Callback):
-    """Ends `fit` when a gradient or a variable is NaN or infinite, and names the first and the replica it came from.
+    """Ends `fit` when a gradient or a variable is NaN or infinite, and names the first one and its replica.
 
-    In each step every replica looks at its own gradients before they are reduced, which costs a pass over them and no
-    communication; every `every_steps` steps, and at the end of each epoch, the ranks share what they have found, and
-    look at weights, optimizer state and moving statistics. Put it before callbacks that save.
+    In each step every replica checks its own gradients before they are reduced. This costs a pass over them and no
+    communication. Every `every_steps` steps, and at the end of each epoch, the ranks share their results and check
+    weights, optimizer state and moving statistics. Put it before callbacks that save.
 
     Args:
-      every_steps: Default 100.
+      every_steps: Number of steps between two checks of all ranks. Defaults to 100.
 
     Raises:
-      ConfigurationError: For `every_steps` below 1; in `fit`, for a model that was not made in the scope of a
+      ConfigurationError: If `every_steps` is below 1; in `fit`, if the model was not made in the scope of a
         RingStrategy.
-      NotFiniteError: In `fit`, on every rank.
+      NotFiniteError: In `fit`, on every rank, if a gradient or a variable is not finite.
 
-    Under a LossScaleOptimizer gradients may be infinite; then only variables are looked at.
+    Gradients may be infinite under a LossScaleOptimizer, so only variables are checked then.
 
     >>> import tfring
     >>> with tfring.RingStrategy().scope():
@@ -59,7 +59,7 @@ class CheckFinite(keras.callbacks.Callback):
             )
         self._steps = 0
         self._watch = finite.begin(self._ring)
-        self.model.make_train_function(force=True)  # one traced before does not watch
+        self.model.make_train_function(force=True)  # a function traced earlier does not watch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps += self.model.steps_per_execution
@@ -75,7 +75,7 @@ class CheckFinite(keras.callbacks.Callback):
         self.model.train_function = None
 
     def _check(self) -> None:
-        """On all ranks: one collective."""
+        """Checks on all ranks, with one collective."""
         self._steps = 0
         variables = [v for v in all_variables(self.model) if v.value.dtype.is_floating]
         replicas = range(len(self._ring.devices))
@@ -84,7 +84,7 @@ class CheckFinite(keras.callbacks.Callback):
             for r in replicas
         ]
         everyone = self._ring.world.gather_equal(tf.stack(mine), name="what is not finite").numpy()
-        # A worker that goes on by itself has its own notes alone.
+        # A worker that trains by itself has only its own notes.
         is_by_itself = len(everyone) < self._ring.cluster.world_size
         first = self._ring.cluster.rank if is_by_itself else 0
         others = " Of other workers this one does not know: one that names an earlier step came first."
@@ -117,6 +117,6 @@ class CheckFinite(keras.callbacks.Callback):
 
 @tf.function(reduce_retracing=True, autograph=False)
 def _first_bad(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """An int64 scalar: the number of the first value that is not finite, -1 where all are."""
+    """Returns an int64 scalar: the number of the first value that is not finite, -1 if all are finite."""
     bad = tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in values])
     return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.int8)), -1)

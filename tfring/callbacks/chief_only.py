@@ -1,4 +1,4 @@
-"""A callback that rank 0 alone runs."""
+"""`chief_only`: a callback that only rank 0 runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tfring.functions import is_chief
 def chief_only(callback: keras.callbacks.Callback | Callable[[], keras.callbacks.Callback]) -> keras.callbacks.Callback:
     """Returns the callback on rank 0, and one that does nothing on the other ranks.
 
-    For callbacks that report to a service or write a file of their own; Keras' CSVLogger, TensorBoard and
-    ModelCheckpoint need it not. The callback makes no call in which all ranks take part (`model.evaluate`,
-    `tfring.barrier`). If it stops the training, all ranks stop.
+    Use it for callbacks that report to a service or write their own file. Keras' CSVLogger, TensorBoard and
+    ModelCheckpoint do not need it. The callback must not make calls in which all ranks take part (`model.evaluate`,
+    `tfring.barrier`). If it stops training, all ranks stop.
 
     Args:
-      callback: A Keras callback, or a function or class without arguments that makes one, which rank 0 alone calls.
+      callback: A Keras callback, or a function or class without arguments that returns one. Only rank 0 calls it.
 
     Raises:
-      TypeError: It is neither, or makes no callback.
+      TypeError: If `callback` is neither, or does not return a callback.
 
     >>> type(chief_only(keras.callbacks.TerminateOnNaN)).__name__
     'TerminateOnNaN'

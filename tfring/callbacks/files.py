@@ -1,14 +1,14 @@
-"""Files of a backup: whole or not there at all.
+"""Files of a backup, each complete or absent.
 
     epoch-00003-step-00000120.npz       a plain zip file: `numpy.load` and `python -m zipfile` read it
-      state.json                          where training was, and what the arrays are
+      state.json                          the position of training, and descriptions of the arrays
       0.npy, 1.npy, ...                   arrays
-    epoch-00003-step-00000120-9f1c27ab-rank-1.npz    where each rank writes its shards: those of rank 1
-      7.npy, ...                          of arrays that the first file does not have; its state.json says which part
+    epoch-00003-step-00000120-9f1c27ab-rank-1.npz    the shards of rank 1, if each rank writes its own
+      7.npy, ...                          shards of arrays missing in the first file; its state.json says which part
 
-A file is written beside, brought to the disk, then renamed; the first one last. The zip format has a CRC-32 of each
-member, and its table of contents at the end of the file; so a file that is cut or changed is recognized.
-Names of shards are drawn each time, so that those of two backups after the same step are not mixed.
+A file is written under a temporary name, synced to the disk, then renamed; the first file comes last. A zip file has a
+CRC-32 of each member and its table of contents at the end, so a file that is cut or changed is recognized.
+Names of shard files are random, so that two backups after the same step are not mixed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tfring import blocks
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
 _SHARDS = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
 _STATE = "state.json"
-_LOCK = ".job"  # names the process that uses the folder, and is gone when it has ended
+_LOCK = ".job"  # names the process that uses the folder, and is removed when it ends
 _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 10, 0.5  # a process that was killed may have been in a write
-_NOT_WHOLE = (  # as zipfile and numpy put it
+_NOT_WHOLE = (  # exceptions of zipfile and numpy for an incomplete file
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
     *(ValueError, LookupError, EOFError, RuntimeError, TypeError, OverflowError, MemoryError),
 )
@@ -48,9 +48,9 @@ _NOT_WHOLE = (  # as zipfile and numpy put it
 
 @contextlib.contextmanager
 def held(folder: pathlib.Path) -> Iterator[str]:
-    """Holds a folder for this process, and yields which other one does; an empty text if none does.
+    """Locks a folder for this process, and yields the other process that holds the lock, or an empty string.
 
-    Where the folder cannot be written, or has no locks, as on some network file systems, it holds nothing.
+    It locks nothing if the folder cannot be written or has no locks, as on some network file systems.
     """
     path = folder / _LOCK
     try:
@@ -63,7 +63,7 @@ def held(folder: pathlib.Path) -> Iterator[str]:
         if holder:
             yield holder
             return
-        with contextlib.suppress(OSError):  # a full disk: it is held all the same
+        with contextlib.suppress(OSError):  # on a full disk the lock is still held
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)})")
             file.flush()
@@ -74,12 +74,12 @@ def held(folder: pathlib.Path) -> Iterator[str]:
 
 
 def _lock(path: pathlib.Path) -> tuple[IO[str], str]:
-    """Returns the open file, and who holds it; an empty text where this process does from now on."""
+    """Returns the open file and the process that holds it; an empty string if this process holds it from now on."""
     for attempt in range(_LOCK_TRIES):
         file = open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its holder has just removed it
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # otherwise its holder has just removed it
                 return file, ""
         except BlockingIOError:
             if attempt == _LOCK_TRIES - 1:
@@ -101,16 +101,17 @@ def write(
     """Writes a file and removes all but the newest `keep`.
 
     Args:
-      folder: Made where it is not there.
-      epoch: How many are done.
-      step: How many are done beside.
-      state: Can be written as JSON. `num_arrays` of it says how many there are; where some are None, `pieces` says in
-        which files ranks have written them, and `pieces` of their `variables` which rank has which shard.
-      arrays: None for those of which ranks have written shards.
-      keep: How many files stay.
+      folder: The folder, created if it does not exist.
+      epoch: Number of epochs done.
+      step: Number of further steps done.
+      state: A dict that can be written as JSON. Its `num_arrays` is the number of arrays. If some arrays are None, its
+        `pieces` names the files to which ranks have written them, and `pieces` of their `variables` says which rank has
+        which shard.
+      arrays: The arrays. None for an array whose shards ranks have written.
+      keep: Number of files to keep.
 
     Raises:
-      OSError: It cannot be written; what was there before still is.
+      OSError: If the file cannot be written. Earlier files remain.
     """
     members = [(f"{number}.npy", array) for number, array in enumerate(arrays) if array is not None]
     try:
@@ -120,10 +121,10 @@ def write(
 
 
 def write_shards(folder: pathlib.Path, epoch: int, step: int, rank: int, shards: dict[int, np.ndarray]) -> str:
-    """Writes what a rank has of some arrays, by their numbers: the name of the file.
+    """Writes a rank's shards of some arrays, by their numbers, and returns the name of the file.
 
     Raises:
-      OSError: It cannot be written.
+      OSError: If the file cannot be written.
     """
     name = f"{_stem(epoch, step)}-{secrets.token_hex(4)}-rank-{rank}.npz"
     _write(folder, name, [(f"{number}.npy", shard) for number, shard in shards.items()])
@@ -153,7 +154,7 @@ def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | n
 
 
 def _write_array(member: IO[bytes], array: np.ndarray) -> None:
-    """Writes an array as NumPy does, which would copy 16 MiB at a time."""
+    """Writes an array in NumPy's format, without NumPy's copies of 16 MiB at a time."""
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(member, header)
     octets = (array.T if header["fortran_order"] else array).reshape(-1).view(np.uint8)
@@ -162,12 +163,12 @@ def _write_array(member: IO[bytes], array: np.ndarray) -> None:
 
 
 def _new(path: str, flags: int) -> int:
-    """Opens a file that does not exist yet, not through a link either: others may write to the folder."""
+    """Opens a file that must not exist yet and follows no link: others may write to the folder."""
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def remove_all_but(folder: pathlib.Path, keep: int) -> None:
-    """Removes old backups, shards that none of the others names, and parts of files that were not finished."""
+    """Removes old backups, shards that no remaining backup names, and unfinished files."""
     files = _found(folder)
     named: set[str | None] = set()
     unread: set[str] = set()
@@ -184,10 +185,10 @@ def remove_all_but(folder: pathlib.Path, keep: int) -> None:
 
 
 def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.ndarray]] | None:
-    """Returns the newest complete file, its state and its arrays; None where there is no file.
+    """Returns the newest complete file, its state and its arrays; None if there is no file.
 
     Raises:
-      OSError: There are files, and none is whole or can be read.
+      OSError: If there are files, and none is complete and readable.
     """
     problems = []
     for path in _found(folder):
@@ -221,7 +222,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def _assemble(archives: Sequence[Any], name: str, variable: dict) -> np.ndarray:
-    """Assembles the full value of which ranks have shards, in its own shape; of each replica, where they differ."""
+    """Assembles a full value from the shards of ranks, in its original shape; one per replica if replicas differ."""
     shards = variable["pieces"]
     held = [_read_array(archives[rank], name) for rank, *_ in shards["of"]]
     replicas = 1 + max(replica for *_, replica in shards["of"])
@@ -238,7 +239,7 @@ def _stem(epoch: int, step: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that are not Python's, in logs."""
+    """Converts numbers in logs that are not Python's."""
     return np.asarray(value).tolist()
 
 
@@ -247,7 +248,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         shape, is_fortran, dtype = _read_header(member, name)
         if dtype.hasobject:
             raise ValueError(f"{name} has objects")
-        if math.prod(shape) * dtype.itemsize > archive.getinfo(name).file_size:  # before there is room made for it
+        if math.prod(shape) * dtype.itemsize > archive.getinfo(name).file_size:  # before memory is allocated
             raise ValueError(f"{name} is shorter than its array")
         array = blocks.allocate(shape[::-1] if is_fortran else shape, dtype)
         octets = array.reshape(-1).view(np.uint8)
@@ -257,16 +258,16 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
             filled += len(read)
         if filled < octets.size:
             raise ValueError(f"{name} is shorter than its array")
-        if member.read(1):  # which also has the CRC checked
+        if member.read(1):  # this also checks the CRC
             raise ValueError(f"{name} is longer than its array")
         return array.T if is_fortran else array
 
 
 def _read_header(member: IO[bytes], name: str) -> tuple:
-    """The shape, order and dtype of an array.
+    """Returns the shape, order and dtype of an array.
 
     Raises:
-      ValueError: It is no header, which NumPy finds out in as many ways as Python's parser has errors.
+      ValueError: If it is not a header. NumPy raises any error of Python's parser then.
     """
     version = np.lib.format.read_magic(member)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -279,7 +280,7 @@ def _read_header(member: IO[bytes], name: str) -> tuple:
 
 
 def _found(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Newest first."""
+    """Returns the backups in a folder, newest first."""
     if not folder.is_dir():
         return []
     matches = [match for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

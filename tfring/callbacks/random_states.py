@@ -1,4 +1,4 @@
-"""The state of the random numbers of Python, NumPy, Keras and TensorFlow in this process, as JSON has it."""
+"""The random states of Python, NumPy, Keras and TensorFlow in this process, as JSON values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfring._keras import randomness
 
 
 def take() -> dict[str, Any]:
-    """The states now.
+    """Returns the current states.
 
     >>> import random
     >>> before = take()
@@ -36,7 +36,10 @@ def take() -> dict[str, Any]:
 
 
 def give(states: dict[str, Any]) -> None:
-    """Sets what `take` took, also after its way through JSON; but for Keras', which has to know of the strategy."""
+    """Sets the states that `take` returned, also after a round trip through JSON.
+
+    Keras' state is not set here, because that needs the strategy.
+    """
     random.setstate(_state_of_python(states["python"]))
     np.random.set_state(tuple(states["numpy"]))
     if states["tensorflow"] is not None:

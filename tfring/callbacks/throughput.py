@@ -1,4 +1,4 @@
-"""Logs of speed: rows a second of all workers, the share of time they waited for each other, bytes they sent."""
+"""Logs of speed: rows per second of all workers, the share of time they waited for each other, bytes they sent."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ _NOT_COUNTED = float("nan")
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds to the logs of each epoch how fast it was, equal on all ranks: for CSVLogger, TensorBoard and the history.
+    """Adds the speed of each epoch to its logs, for CSVLogger, TensorBoard and the history. It is equal on all ranks.
 
-    It stands before the callbacks that write logs, and costs one small collective an epoch. The time is that from the
-    epoch's begin to its end, with input, other callbacks and `validation_data`.
+    Put it before the callbacks that write logs. It costs one small collective per epoch. The time is measured from the
+    beginning of the epoch to its end, including input, other callbacks and `validation_data`.
 
     Args:
-      batch_size: The rows of a global batch; with it there is `samples_per_second`, in which a last batch with fewer
-        rows counts as a full one. Default: None.
+      batch_size: Number of rows of a global batch. If given, `samples_per_second` is logged; a last batch with fewer
+        rows counts as a full one. Defaults to None.
 
     Logs:
-      `steps_per_second`, updates of weights; `samples_per_second`, rows of all workers; `waiting`, the share of the
-      time, from 0 to 1, that a worker's collectives waited for others, the mean over workers; `megabytes_sent`, of all
-      workers. The last two where the engine counts them: not with communication="tensorflow", and with parameter
-      servers no `waiting`, for their own logs tell it. A worker of asynchronous parameter servers logs its own figures.
+      `steps_per_second`, updates of the weights; `samples_per_second`, rows of all workers; `waiting`, the share of the
+      time, from 0 to 1, that a worker's collectives waited for others, averaged over workers; `megabytes_sent`, by all
+      workers. The last two are logged if the engine counts them: neither with communication="tensorflow", and no
+      `waiting` with parameter servers, which log it themselves. A worker of asynchronous parameter servers logs its own
+      figures.
 
     Raises:
-      ValueError: `batch_size` is no whole number from 1, or the model has no optimizer, whose updates are counted.
+      ValueError: If `batch_size` is not an integer of at least 1, or the model has no optimizer, whose updates are
+        counted.
 
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -69,13 +71,13 @@ class Throughput(keras.callbacks.Callback):
             optimizer: Any = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)  # of scaled losses
             batches = updates * (optimizer.gradient_accumulation_steps or 1)
             logs["samples_per_second"] = batches * self.batch_size / seconds
-        if waited == waited:  # is counted
+        if waited == waited:  # not NaN: it is counted
             logs["waiting"] = min(1.0, waited / seconds)
         if sent == sent:
             logs["megabytes_sent"] = sent / 1e6
 
     def _now(self) -> tuple[float, float, float, float]:
-        """Returns seconds of the clock, updates, seconds waited and bytes sent; NaN where they are not counted."""
+        """Returns the clock's seconds, updates, seconds waited and bytes sent; NaN if one is not counted."""
         optimizer: Any = self.model.optimizer
         ring = ring_of_model(self.model)
         counts = (0.0, 0) if ring is None else (ring.seconds_waited(), ring.bytes_sent())

@@ -1,8 +1,8 @@
-"""The variables of a model taken from all ranks to rank 0, and given back to as many ranks or to others.
+"""Collects the variables of a model from all ranks on rank 0, and restores them on the same or other ranks.
 
-Weights and optimizer state are the same on every replica and taken once; slots of which each rank has a shard are
-gathered. What differs is taken from every replica: the state of metrics, gradients that each worker has accumulated.
-A replica may be several workers (`Mesh`), which hold the same or shards of it: it has one entry.
+Weights and optimizer state are the same on every replica and collected once; slots that are sharded over ranks are
+gathered. Values that differ are collected from every replica: the state of metrics, gradients that each worker has
+accumulated. A replica may be several workers (`Mesh`), which hold equal values or shards: it has one entry.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tfring.runtime import Ring
 
 
 def variables_of(model: Any) -> list[keras.Variable]:
-    """All there are, in the order in which the program made them: those of metrics come last."""
+    """Returns all variables in the order in which the program made them; those of metrics come last."""
     found = [*all_variables(model), *norms_of(model), *metrics_variables_of(model)]
     each_once = {id(v): v for v in found}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
 
 def metrics_variables_of(model: Any) -> list[keras.Variable]:
-    """Those that Keras resets when an epoch begins."""
+    """Returns the variables that Keras resets when an epoch begins."""
     return [variable for metric in model.metrics for variable in metric.variables]
 
 
 def describe_optimizers(model: Any) -> list[list[int | None] | None]:
-    """Returns for each optimizer the numbers of the model's variables that it was built for; None where it was not."""
+    """Returns, for each optimizer, the numbers of the model's variables that it was built for, or None."""
     numbers = {id(v): number for number, v in enumerate(model.variables)}
     found: list[list[int | None] | None] = []
     for optimizer in optimizers_of(model):
@@ -61,7 +61,7 @@ def _accumulators_of(model: Any) -> set[int]:
 
 
 def _is_read_as_sum(variable: keras.Variable) -> bool:
-    """As the state of metrics is: of all replicas together, or their mean."""
+    """Returns whether a variable is read as the sum or mean of all replicas, as the state of metrics is."""
     return variable.value.synchronization == tf.VariableSynchronization.ON_READ
 
 
@@ -69,11 +69,12 @@ class Taken(NamedTuple):
     """The values of variables on all ranks.
 
     Attributes:
-      descriptions: Of each variable.
-      arrays: Of each, on rank 0; None for what is in `shards`. One that replicas differ in, or would by nature, has
-        one dimension more, with an entry a replica of the data axis.
-      shards: This rank's shards of variables, by their numbers, where each rank keeps its own; views of the variables,
-        to be written before they change.
+      descriptions: A dict for each variable.
+      arrays: An array for each variable, on rank 0; None for a variable in `shards`. If the value differs between
+        replicas, or may by its nature, the array has an additional first dimension, with an entry for each replica of
+        the data axis.
+      shards: This rank's shards of variables, by their numbers, if each rank keeps its own. They are views of the
+        variables, to be written before these change.
     """
 
     descriptions: list[dict[str, Any]]
@@ -82,7 +83,7 @@ class Taken(NamedTuple):
 
 
 def take(ring: Ring, model: Any, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
-    """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
+    """Reads the values of variables. All ranks call it. `apart`: Whether ranks keep their own shards."""
     if ring.updater is not None:
         ring.updater.before_saving(model)
     replicas = [values_of(v.value) for v in variables]
@@ -117,7 +118,7 @@ def take(ring: Ring, model: Any, variables: Sequence[keras.Variable], apart: boo
             array = bits(slots.gather_full(variable, keep=ring.cluster.is_chief, of_each_replica=differs))
         else:
             array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
-            if differs:  # one of the ranks of a replica has it: one that computes with it
+            if differs:  # it comes from one of the ranks of a replica, one that computes with it
                 sends = (here.pipeline, here.model) == (mark_of(variable).stage, 0)
                 array = gather(ring, array if sends else array[:0], "variable of a backup")
         taken.descriptions.append(description)
@@ -127,10 +128,10 @@ def take(ring: Ring, model: Any, variables: Sequence[keras.Variable], apart: boo
 
 
 def _describe_shards(ring: Ring, variable: keras.Variable, of_each_replica: bool) -> dict[str, Any]:
-    """Describes the shards of a variable; of ranks that have the same shard, the first."""
+    """Describes the shards of a variable. If several ranks have the same shard, only the first is listed."""
     sharding = sharding_of(variable)
     assert sharding is not None
-    first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
+    first: dict[tuple[int, int], int] = {}  # rank, by its replica and its coordinate along the axis
     for rank in range(ring.cluster.world_size):
         replica = ring.mesh.coordinate("data", rank) if of_each_replica else 0
         first.setdefault((replica, ring.mesh.coordinate(sharding.axis, rank)), rank)
@@ -150,15 +151,15 @@ def give(
     arrays: list[np.ndarray] | None,
     cluster_then: dict,
 ) -> None:
-    """Assigns what was taken.
+    """Assigns the values that `take` returned.
 
     Args:
       ring: The workers.
-      model: Whose optimizers say which variables accumulate gradients.
-      variables: As many as there are descriptions, in the same order.
-      descriptions: Of `take`, on every rank.
-      arrays: Of `take`, on rank 0.
-      cluster_then: `mesh` and `replicas_per_worker` when they were taken.
+      model: The model. Its optimizers say which variables accumulate gradients.
+      variables: One variable for each description, in the same order.
+      descriptions: The descriptions from `take`, on every rank.
+      arrays: The arrays from `take`, on rank 0.
+      cluster_then: `mesh` and `replicas_per_worker` when `take` was called.
     """
     data_then, per_worker_then = cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]
     accumulators = _accumulators_of(model)
@@ -183,7 +184,7 @@ def give(
 def _give_whole(
     ring: Ring, variable: keras.Variable, entries: np.ndarray, of_each: bool, cluster_then: dict[str, Any]
 ) -> None:
-    """Assigns to a replicated variable the value of each replica, or the one of all."""
+    """Assigns a replicated variable the value of each replica, or the one value of all."""
     replicas = values_of(variable.value)
     data = ring.mesh.coordinate("data", ring.cluster.rank)
     same_replicas = (cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]) == (
@@ -201,7 +202,7 @@ def _give_whole(
 
 
 def _spread(entries: np.ndarray, variable: keras.Variable, is_first: bool, num_replicas: int) -> list[np.ndarray]:
-    """Values for other replicas than those that held `entries`, which mean the same together."""
+    """Returns values for replicas other than those that held `entries`; together they mean the same."""
     if variable.value.aggregation == tf.VariableAggregation.SUM:
         total = entries.sum(0, dtype=entries.dtype)
         zeros = np.zeros_like(total)
@@ -218,10 +219,10 @@ def _give_accumulated(
 
     Args:
       ring: The workers.
-      variable: That accumulates, of each replica its own gradients unless its shards are of the whole batch's.
-      entries: On rank 0 what was accumulated, which is summed when the optimizer takes it.
-      num_entries: How many they are.
-      dtype: Of them.
+      variable: The accumulator. Each replica has its own gradients, unless its shards are of the whole batch's.
+      entries: The accumulated gradients, on rank 0. The optimizer sums them when it uses them.
+      num_entries: Number of entries.
+      dtype: The dtype of the entries.
     """
     mesh, rank = ring.mesh, ring.cluster.rank
     data = mesh.coordinate("data", rank)
@@ -231,7 +232,7 @@ def _give_accumulated(
         num_entries = 1
 
     def entry_of(replica: int) -> int | None:
-        """Returns which of the entries a replica gets; None where others have them all."""
+        """Returns the number of the entry that a replica gets; None if others have them all."""
         if are_as_then:
             return replica
         return 0 if replica == 0 or gradient_is_complete(variable) else None
@@ -256,7 +257,7 @@ def _total(entries: np.ndarray) -> np.ndarray:
 
 
 def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[str, Any]]) -> None:
-    """Raises ConfigurationError where the descriptions are not those of these variables."""
+    """Raises ConfigurationError if the descriptions are not those of these variables."""
     then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
     now = [(v.value.dtype.name, full_shape(v)) for v in variables]
     if then == now:
@@ -273,7 +274,7 @@ def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[s
 
 
 def describe_cluster(ring: Ring) -> dict[str, Any]:
-    """The mesh whose replicas have the entries of what differs, and how many of them a worker has."""
+    """Returns the number of workers, the replicas per worker, and the mesh."""
     return {
         "num_workers": ring.cluster.world_size,
         "replicas_per_worker": len(ring.devices),
@@ -282,7 +283,7 @@ def describe_cluster(ring: Ring) -> dict[str, Any]:
 
 
 def rank_then(ring: Ring, cluster_then: dict[str, Any]) -> int:
-    """The rank whose random numbers this one goes on with: its own on the same mesh, else one of the same rows."""
+    """Returns the rank whose random states this rank restores: itself on the same mesh, else one with the same rows."""
     mesh, rank = Mesh(**cluster_then["mesh"]), ring.cluster.rank
     if cluster_then["mesh"] == describe_cluster(ring)["mesh"]:
         return rank
@@ -300,7 +301,7 @@ def gather(ring: Ring, array: np.ndarray, name: str) -> np.ndarray:
 
 
 def gather_bytes(ring: Ring, data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank."""
+    """Returns the bytes of every rank, by rank."""
     control = ring.world
     lengths = control.all_gather(tf.constant([len(data)], tf.int64), name="lengths of a backup").numpy()
     joined = control.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="state of a backup").numpy().tobytes()
@@ -309,7 +310,7 @@ def gather_bytes(ring: Ring, data: bytes) -> list[bytes]:
 
 
 def broadcast(ring: Ring, array: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Rank 0's array, on every rank."""
+    """Returns rank 0's array on every rank."""
     dtype = np.dtype(dtype)
     if array is None:
         array = np.empty(shape, dtype)
@@ -320,14 +321,14 @@ def broadcast(ring: Ring, array: np.ndarray | None, shape: tuple[int, ...], dtyp
 def scatter(
     ring: Ring, entries: Any, variable: keras.Variable, dtype: Any, entry_of: Callable[[int], int | None]
 ) -> None:
-    """Sends each rank its shard of one of rank 0's arrays, which it writes into its variable, a block at a time.
+    """Sends each rank its shard of one of rank 0's arrays. The rank writes it into its variable a block at a time.
 
     Args:
       ring: The workers.
-      entries: Arrays, on rank 0.
-      variable: Of Keras, that holds a shard.
-      dtype: Of the arrays.
-      entry_of: The array, by its number, of which a replica's ranks get shards; None where they get zeros.
+      entries: The arrays, on rank 0.
+      variable: A Keras variable that holds a shard.
+      dtype: The dtype of the arrays.
+      entry_of: Maps a replica to the number of the array whose shards its ranks get; None if they get zeros.
     """
     dtype, sharding = np.dtype(dtype), sharding_of(variable)
     assert sharding is not None
@@ -381,5 +382,5 @@ def _octets(array: np.ndarray) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """As it is, or as whole numbers of its size where a `.npy` file does not know the dtype (bfloat16)."""
+    """Returns the array itself, or integers of the same size if `.npy` files do not support its dtype (bfloat16)."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")

@@ -12,24 +12,24 @@ from tfring.schedules import check_warmup_steps
 
 
 class WarmUp(keras.callbacks.Callback):
-    """Raises the learning rate from a share of its value to all of it over the first updates.
+    """Raises the learning rate from a share of its value to its full value over the first updates.
 
     Large batches train badly with their full learning rate at first (Goyal et al., 2017, https://arxiv.org/abs/1706.02677).
-    For an optimizer with a plain number as learning rate; a schedule has its warm-up in itself (`CosineDecay`'s
+    Use it for an optimizer with a plain number as learning rate. A schedule has its own warm-up (`CosineDecay`'s
     `warmup_steps`, `tfring.schedules.Scaled`).
 
-    The rate of update `t`, counted from 0, is `rate * (start + (1 - start) * (t + 1) / warmup_steps)`. It follows from
-    `optimizer.iterations`, so it resumes after a restart. The full rate is that of the optimizer before its first
-    update. Of one that has made some when a new WarmUp first sees it, such as that of a model from a file, the rate is
-    taken for that of the next update, with a warning. From update `warmup_steps` on the callback sets nothing, and
-    others such as `ReduceLROnPlateau` have the rate to themselves.
+    The rate of update `t`, counted from 0, is `rate * (start + (1 - start) * (t + 1) / warmup_steps)`. It is computed
+    from `optimizer.iterations`, so it resumes after a restart. The full rate is that of the optimizer before its first
+    update. If the optimizer has already made updates when a new WarmUp first sees it, such as that of a model from a
+    file, its rate is assumed to be that of the next update, with a warning. From update `warmup_steps` on, the callback
+    sets nothing and leaves the rate to others such as `ReduceLROnPlateau`.
 
     Args:
-      warmup_steps: Number of updates, an int of 1 or more.
-      start: The share to begin with, from 0 to 1. Default: 0.
+      warmup_steps: Number of updates, an integer of at least 1.
+      start: Share of the full rate to begin with, from 0 to 1. Defaults to 0.
 
     Raises:
-      ConfigurationError: An argument is none of these; in `fit`, the optimizer has a schedule.
+      ConfigurationError: If an argument is not as described; in `fit`, if the optimizer has a schedule.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -48,7 +48,7 @@ class WarmUp(keras.callbacks.Callback):
         self._rate: float | None = None  # once the warm-up is over
 
     def set_model(self, model: Any) -> None:
-        """Remembers the full rate of an optimizer that is new, before another callback restores what it had reached."""
+        """Remembers the full rate of a new optimizer, before another callback restores the rate it had reached."""
         super().set_model(model)
         optimizer: Any = getattr(model, "optimizer", None)
         rate = getattr(optimizer, "_learning_rate", None)
@@ -79,11 +79,11 @@ class WarmUp(keras.callbacks.Callback):
         optimizer.learning_rate = self._rate * self._share(updates)
 
     def _share(self, updates: int) -> float:
-        """Returns the share of the full rate that an update has, from the number of those before it."""
+        """Returns an update's share of the full rate, given the number of updates before it."""
         return self.start + (1 - self.start) * min((updates + 1) / self.warmup_steps, 1.0)
 
     def _full_rate(self, rate: float) -> float:
-        """Returns the full rate of an optimizer that has made updates, whose rate is that of the next."""
+        """Returns the full rate of an optimizer that has made updates; `rate` is that of the next update."""
         updates = int(self.model.optimizer.iterations)
         full = rate / self._share(updates)
         if full != rate:

@@ -1,4 +1,4 @@
-"""The cluster's configuration: the rank of this process and the addresses of all. Imports no TensorFlow."""
+"""The cluster's configuration: the rank of this process and the addresses of all ranks. Does not import TensorFlow."""
 
 from tfring.cluster.cluster import Cluster
 from tfring.cluster.detection import detect

@@ -1,4 +1,4 @@
-"""Hosts that a batch system has given to a job, for engines that do not tell theirs."""
+"""Hosts that a batch system has allocated to a job, for engines that do not list their hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_HOSTS = 100_000
 
 
 def first_host(environ: Mapping[str, str]) -> str | None:
-    """The first host of an allocation of SLURM, PBS or LSF; None outside of one.
+    """Returns the first host of an allocation of SLURM, PBS or LSF; None outside of an allocation.
 
     >>> first_host({"SLURM_JOB_NODELIST": "node[003-004]"})
     'node003'
@@ -20,7 +20,7 @@ def first_host(environ: Mapping[str, str]) -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environ.get(name):
             return expand(environ[name], name)[0]
-    if environ.get("PBS_NODEFILE"):  # a host a line
+    if environ.get("PBS_NODEFILE"):  # one host per line
         try:
             return pathlib.Path(environ["PBS_NODEFILE"]).read_text().split()[0]
         except (OSError, IndexError) as error:
@@ -28,15 +28,15 @@ def first_host(environ: Mapping[str, str]) -> str | None:
                 f"PBS_NODEFILE={environ['PBS_NODEFILE']!r} cannot be read as a file with a host a line ({error}). Name "
                 "rank 0's host instead:\n  export TFRING_RENDEZVOUS=node1"
             ) from None
-    hosts = environ.get("LSB_HOSTS", "").split()  # a host a slot: "node1 node1 node2 node2"
+    hosts = environ.get("LSB_HOSTS", "").split()  # one host per slot: "node1 node1 node2 node2"
     return hosts[0] if hosts else None
 
 
 def expand(text: str, name: str = "The host list") -> list[str]:
-    """The hosts of a SLURM host list.
+    """Returns the hosts of a SLURM host list.
 
     Raises:
-      ConfigurationError: It is none.
+      ConfigurationError: If `text` is not a host list.
 
     >>> expand("node[001-003,7],login")
     ['node001', 'node002', 'node003', 'node7', 'login']
@@ -56,7 +56,7 @@ def expand(text: str, name: str = "The host list") -> list[str]:
 
 
 def per_node(text: str) -> list[int]:
-    """The tasks of each node, from SLURM's short form.
+    """Returns the number of tasks of each node, from SLURM's short form.
 
     >>> per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -73,7 +73,7 @@ def per_node(text: str) -> list[int]:
 
 
 def _split(text: str, name: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits a host list at commas outside of brackets."""
     parts, depth = [""], 0
     for character in text.strip():
         depth += (character == "[") - (character == "]")

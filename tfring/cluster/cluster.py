@@ -1,4 +1,4 @@
-"""The value object that says who is in the ring."""
+"""The value object that describes the ranks of a ring."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tfring.transport.address import Address, host_key, parse_address
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The rank of this process, and the addresses of all. Validated when it is made, so its users may trust it.
+    """Holds the rank of this process and the addresses of all ranks. Its fields are validated when it is created.
 
     Attributes:
-      rank: This process, from 0 to `world_size - 1`.
+      rank: Rank of this process, from 0 to `world_size - 1`.
       world_size: Number of processes in the ring.
-      local_rank: This process among those of its host, from 0 to `local_world_size - 1`.
+      local_rank: Rank of this process among those of its host, from 0 to `local_world_size - 1`.
       local_world_size: Number of processes on this host.
       num_nodes: Number of hosts.
-      addresses: Where each rank listens, by rank; may be empty for a process that is alone.
-      source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
+      addresses: Addresses at which the ranks listen, by rank; may be empty for a process that is alone.
+      source: Name of the source of these facts, for messages: `"TF_CONFIG"`, `"tfring launch"`.
       listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
         take the port in between. It stays open: duplicate it to use it, close it to bind the port again.
-      secret: What the ranks prove to each other; by default what `TFRING_SECRET` or `TFRING_SECRET_FILE` says.
+      secret: The secret that the ranks prove to each other. Defaults to `TFRING_SECRET` or `TFRING_SECRET_FILE`.
 
     Raises:
-      ConfigurationError: The fields contradict each other.
+      ConfigurationError: If the fields contradict each other.
 
     >>> cluster = Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1)
     >>> cluster.world_size, cluster.num_nodes, cluster.is_chief
@@ -98,12 +98,12 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Returns True on rank 0, which Keras and TF_CONFIG call the chief."""
+        """True on rank 0, which Keras and TF_CONFIG call the chief."""
         return self.rank == 0
 
     @classmethod
     def alone(cls, source: str = "no cluster configured") -> Cluster:
-        """A ring of one process.
+        """Returns a ring of one process.
 
         >>> Cluster.alone().world_size
         1
@@ -119,10 +119,10 @@ class Cluster:
         listen_fd: int | None = None,
         secret: str | None = None,
     ) -> Cluster:
-        """The cluster of a list of addresses; ranks with the same host name share that host.
+        """Returns the cluster of a list of addresses; ranks with the same host name share that host.
 
         Raises:
-          ValueError: An address is malformed or given twice, or `rank` is out of range.
+          ValueError: If an address is malformed or given twice, or if `rank` is out of range.
 
         >>> Cluster.from_hosts(["a:1000", "a:1001", "b:1000"], rank=1)
         ... # doctest: +NORMALIZE_WHITESPACE
@@ -151,13 +151,13 @@ class Cluster:
 
     @classmethod
     def from_tf_config(cls, value: str | Mapping[str, Any] | None = None) -> Cluster:
-        """Reads TF_CONFIG: chief first, then the workers; an evaluator is alone.
+        """Reads TF_CONFIG: the chief is rank 0, then the workers follow; an evaluator is alone.
 
         Args:
-          value: The text or the mapping it stands for; by default the environment variable.
+          value: TF_CONFIG as a string or as a mapping. Defaults to the environment variable.
 
         Raises:
-          ValueError: With the rule, the value received and a corrected text to paste.
+          ValueError: If it is not valid. The message has the rule, the value received and a corrected text to paste.
 
         >>> config = {"cluster": {"chief": ["host1:12345"], "worker": ["host2:12345"]},
         ...           "task": {"type": "worker", "index": 0}}
@@ -172,7 +172,7 @@ class Cluster:
         return cls.from_hosts(parsed.addresses, parsed.rank, source=tf_config.VARIABLE)
 
     def to_tf_config(self) -> str:
-        """The text of TF_CONFIG for this process; `{}` for one that is alone without an address.
+        """Returns the text of TF_CONFIG for this process; `{}` for a process that is alone without an address.
 
         >>> Cluster.from_hosts(["host1:12345"], rank=0).to_tf_config()
         '{"cluster": {"worker": ["host1:12345"]}, "task": {"type": "worker", "index": 0}}'

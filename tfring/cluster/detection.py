@@ -1,4 +1,4 @@
-"""Finds the cluster: the first source that describes one."""
+"""Finds the cluster in the first source that describes one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tfring.errors import ConfigurationError
 
 
 class Source(NamedTuple):
-    """Something that may say who this process is."""
+    """A source that may describe the place of this process in a cluster."""
 
     read: Callable[[Mapping[str, str]], Cluster | UnresolvedCluster | None]
-    variables: tuple[str, ...]  # to remove in order to silence it
-    inside: tuple[Callable, ...] = ()  # readers of sources that may have started it: what they say is another matter
+    variables: tuple[str, ...]  # remove these to silence it
+    inside: tuple[Callable, ...] = ()  # readers of sources that may have started it, and need not agree with it
 
 
 def _read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
@@ -37,7 +37,7 @@ def _read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
 
 
 # In order of precedence. Engines nest: `tfring launch` in a pod, torchrun as a task of SLURM, mpirun in a batch script
-# of SLURM. What was started last is asked first, so MPI before SLURM, and what surrounds it need not agree.
+# of SLURM. The engine that was started last comes first, so MPI precedes SLURM; engines around it need not agree.
 _SURROUNDINGS = (slurm.read, kubernetes.read, ray.read, vertex.read)
 SOURCES = (
     Source(
@@ -57,23 +57,23 @@ SOURCES = (
 
 
 def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None = None) -> Cluster:
-    """Says who this process is and who the others are.
+    """Returns the cluster: the rank of this process and the addresses of all ranks.
 
-    The first of: the argument; the variables of `tfring launch` (`TFRING_RANK` and so on); TF_CONFIG; torchrun-style
-    variables; Open MPI; MPICH and Intel MPI; SLURM; a Kubernetes Indexed Job; Ray Train; Vertex AI's CLUSTER_SPEC.
-    Without any of them the process is alone, rank 0 of 1. docs/clusters.md has the table.
+    It comes from the first of: the argument; the variables of `tfring launch` (`TFRING_RANK` and so on); TF_CONFIG;
+    torchrun-style variables; Open MPI; MPICH and Intel MPI; SLURM; a Kubernetes Indexed Job; Ray Train; Vertex AI's
+    CLUSTER_SPEC. Without any of them the process is alone, rank 0 of 1. docs/clusters.md has the table.
 
-    Where the source gives no addresses the ranks meet at rank 0 and tell each other: then this returns once all have
-    called it.
+    If the source gives no addresses, the ranks exchange theirs through rank 0, and this call blocks until all ranks
+    have made it.
 
     Args:
-      cluster: Taken as it is; the environment is then not read.
-      environ: Read in place of `os.environ`.
+      cluster: A `Cluster` to return as it is; the environment is then not read.
+      environ: A mapping to read instead of `os.environ`.
 
     Raises:
-      ConfigurationError: A source is malformed, or two sources contradict each other. The message gives
-        the rule, the value received and what to write instead.
-      RendezvousError: The ranks did not meet.
+      ConfigurationError: If a source is malformed, or if two sources contradict each other. The message has
+        the rule, the value received and the text to write instead.
+      RendezvousError: If the ranks did not find each other.
 
     >>> detect(environ={}).world_size
     1
@@ -99,10 +99,10 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
 
 
 def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
-    """Returns what the first source describes; None if all are silent. Communicates with no process.
+    """Returns what the first source describes; None if no source describes anything. Communicates with no process.
 
     Raises:
-      ConfigurationError: As `detect`.
+      ConfigurationError: See `detect`.
     """
     found = [(said, source) for source in SOURCES if (said := source.read(environ)) is not None]
     if not found:
@@ -118,7 +118,7 @@ def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
 
 
 class Outlook:
-    """A snapshot of what the environment describes, to be compared with a later one.
+    """A snapshot of the cluster that the environment describes, to compare with a later one.
 
     >>> outlook = Outlook({})
     >>> outlook.changed({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
@@ -130,7 +130,7 @@ class Outlook:
         self._said, self._place = _look(environ)
 
     def changed(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
-        """Returns the descriptions then and now if the ring is another. Cheap if no variable changed; never raises."""
+        """Returns the descriptions then and now if the ring differs. Cheap if no variable changed; never raises."""
         if _variables(environ) == self._variables:
             return None
         self._variables = _variables(environ)
@@ -143,7 +143,7 @@ def _variables(environ: Mapping[str, str]) -> list[str | None]:
 
 
 def _look(environ: Mapping[str, str]) -> tuple[str, tuple]:
-    """In words, and as (rank, world size, addresses)."""
+    """Returns the description of the cluster in words, and as (rank, world size, addresses)."""
     try:
         said = find(environ)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""MPICH's and Intel MPI's `mpirun` (Hydra), and others that speak PMI-1 or PMI-2: PMI_RANK, PMI_SIZE."""
+"""The `mpirun` of MPICH and Intel MPI (Hydra), and others that use PMI-1 or PMI-2: PMI_RANK, PMI_SIZE."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tfring.cluster import allocation
 from tfring.cluster.unresolved import UnresolvedCluster, read_mpi_task
 from tfring.errors import ConfigurationError
 
-# A process of `mpirun -n 2` of MPICH 5 holds
+# A process of `mpirun -n 2` of MPICH 5 has
 #   PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_HOSTNAME=node1 PMI_FD=11 HYDI_CONTROL_FD=7
-# and one of Intel MPI the first four, and I_MPI_HYDRA_UUID=f1400000-e9ab-773f-c860-060061353e5c, among others.
+# A process of Intel MPI has the first four, and I_MPI_HYDRA_UUID=f1400000-e9ab-773f-c860-060061353e5c, among others.
 RANK = "PMI_RANK"
 SIZE = "PMI_SIZE"
 LOCAL_SIZE = "MPI_LOCALNRANKS"
@@ -21,15 +21,15 @@ JOBS = ("I_MPI_HYDRA_UUID", "PMI_JOBID")
 SOURCE = "MPICH or Intel MPI"
 VARIABLES = (RANK, SIZE, LOCAL_SIZE)
 _REMEDY = "Name rank 0's host:\n  mpirun -genv TFRING_RENDEZVOUS node1 ..."
-# The parents of all processes of a host: MPICH names no job.
+# The parents of all processes of a host identify the job, as MPICH does not name it.
 _PROXIES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.gforker")
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """This process of an `mpirun`; None outside of one.
+    """Returns the place of this process in an `mpirun`; None outside of one.
 
     Raises:
-      ConfigurationError: The variables are malformed, or do not say where rank 0 is.
+      ConfigurationError: If the variables are malformed, or do not tell where rank 0 is.
     """
     task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
     if task is None:
@@ -48,7 +48,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
 
 
 def _proxy() -> int:
-    """The process that started all ranks of this host; 0 where there is none to be seen."""
+    """Returns the id of the process that started all ranks of this host; 0 if none is visible."""
     pid = os.getppid()
     while pid > 1:
         try:

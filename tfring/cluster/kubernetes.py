@@ -12,8 +12,8 @@ from tfring.cluster.unresolved import UnresolvedCluster, read_numbers
 from tfring.errors import ConfigurationError
 
 # Kubernetes gives the pod of index 2 of the job "train" the variable JOB_COMPLETION_INDEX=2 and the host name
-# train-2; with `subdomain: train`, the name of a headless service, the others reach it as train-2.train. How many
-# pods there are it does not tell: the manifest repeats it as TFRING_NUM_WORKERS.
+# train-2; with `subdomain: train`, the name of a headless service, the others reach it as train-2.train. Kubernetes
+# does not tell the number of pods, so the manifest repeats it as TFRING_NUM_WORKERS.
 INDEX = "JOB_COMPLETION_INDEX"
 NUM_WORKERS = "TFRING_NUM_WORKERS"
 
@@ -26,10 +26,10 @@ In the manifest, with the number of completions:
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """This pod of an Indexed Job that says how many there are; None elsewhere.
+    """Returns the place of this pod in an Indexed Job whose number of pods is set; None elsewhere.
 
     Raises:
-      ConfigurationError: The variables are malformed, or the host name does not tell where index 0 is.
+      ConfigurationError: If the variables are malformed, or the host name does not tell where index 0 is.
     """
     if INDEX not in environ or config.read(NUM_WORKERS, environ) is None:
         return None
@@ -49,7 +49,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
 
 
 def warn_if_alone(environ: Mapping[str, str]) -> None:
-    """Warns in a pod of an Indexed Job without a cluster: it may be meant to work alone, or a line was forgotten."""
+    """Warns in a pod of an Indexed Job without a cluster: it may run alone on purpose, or a line was forgotten."""
     if INDEX in environ:
         warnings.warn(
             f"Each pod of this Kubernetes Indexed Job trains alone: {INDEX}={environ[INDEX]} does not tell how many "

@@ -1,4 +1,4 @@
-"""The variables `tfring launch` gives to a worker, written and read in one place."""
+"""The variables that `tfring launch` gives to a worker, written and read in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfring.errors import ConfigurationError, PeerLostError, RendezvousError
 from tfring.transport import listener
 from tfring.transport.address import host_key, parse_address
 
-# A worker started by `tfring launch -n 2` holds, say:
+# A worker started by `tfring launch -n 2` has, for example:
 #   TFRING_RANK=1  TFRING_WORLD_SIZE=2  TFRING_LOCAL_RANK=1  TFRING_LOCAL_WORLD_SIZE=2
 #   TFRING_ADDRESSES=127.0.0.1:40123,127.0.0.1:40125  TFRING_LISTEN_FD=5
 RANK = "TFRING_RANK"
@@ -29,31 +29,31 @@ LOCAL_WORLD_SIZE = "TFRING_LOCAL_WORLD_SIZE"
 ADDRESSES = "TFRING_ADDRESSES"
 LISTEN_FD = "TFRING_LISTEN_FD"
 
-# With --servers, of all processes; and of a server its number, in place of a rank.
+# With --servers: all processes have the first; a server has the second, its number, instead of a rank.
 SERVERS = "TFRING_SERVERS"
 SERVER = "TFRING_SERVER"
 
-# A pipe, by descriptor and inode, into which a worker writes once it takes its place.
+# A pipe, by descriptor and inode, to which a worker writes once it joins the ring.
 TAKEN = "TFRING_TAKEN_FD"
 _written: set[tuple[str, bytes]] = set()
 
 
 class Note:
-    """The bytes that a worker or server writes there, each with a meaning for the launcher."""
+    """The bytes that a worker or server writes to this pipe, each with a meaning for the launcher."""
 
     STARTED = b"1"
-    SURVIVABLE = b"a"  # the other workers go on if this one is lost (asynchronous parameter servers)
+    SURVIVABLE = b"a"  # the other workers continue if this one is lost (asynchronous parameter servers)
     JOINED = b"j"  # the same worker, once all servers have accepted it
-    RESTORABLE = b"s"  # a server that goes on from a snapshot once it is restarted
-    REPLICATED = b"r"  # a server whose replica goes on without it, and fills it once it is restarted
+    RESTORABLE = b"s"  # a server that continues from a snapshot once it is restarted
+    REPLICATED = b"r"  # a server whose replica continues without it, and fills it once it is restarted
     PEER_LOST = b"l"  # at its end: an error ends it because another rank has ended
 
 
-# Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
+# Not a place in a cluster: the number of earlier starts of the job, and the seed from which unseeded shuffles begin.
 RESTART = "TFRING_RESTART"
 DATA_SEED = "TFRING_DATA_SEED"
-MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each worker of asynchronous parameter servers, by itself
-PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was asked to stop, and has saved what it can go on from
+MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each single worker of asynchronous parameter servers
+PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was asked to stop, and has saved a state to resume from
 
 NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
 ALL = (*NEEDED, LISTEN_FD)
@@ -62,7 +62,7 @@ _REMEDY = f"Start the program through `tfring launch`, or remove the leftovers:\
 
 
 def write(cluster: Cluster, servers: Sequence[str] = ()) -> dict[str, str]:
-    """The environment that makes a process the given member of the ring, beside parameter servers if there are any."""
+    """Returns the environment that makes a process this member of the ring, with parameter servers if there are any."""
     variables = {
         RANK: str(cluster.rank),
         WORLD_SIZE: str(cluster.world_size),
@@ -78,11 +78,11 @@ def write(cluster: Cluster, servers: Sequence[str] = ()) -> dict[str, str]:
 
 
 def write_server(cluster: Cluster, workers: Sequence[str]) -> dict[str, str]:
-    """The environment of a parameter server.
+    """Returns the environment of a parameter server.
 
     Args:
-      cluster: Of the servers alone, with its socket.
-      workers: Where each worker listens.
+      cluster: The cluster of the servers alone, with the socket of this server.
+      workers: Addresses at which the workers listen.
     """
     return {
         SERVER: str(cluster.rank),
@@ -93,11 +93,11 @@ def write_server(cluster: Cluster, workers: Sequence[str]) -> dict[str, str]:
 
 
 def read(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster these variables describe; None where there are none.
+    """Returns the cluster that these variables describe; None if none of them is set.
 
     Raises:
-      ConfigurationError: Some are missing or malformed, contradict each other, or `TFRING_LISTEN_FD` is no
-        socket that listens at this rank's address (as in a program that a worker started).
+      ConfigurationError: If some are missing or malformed, if they contradict each other, or if `TFRING_LISTEN_FD` is
+        not a socket that listens at this rank's address (as in a program that a worker started).
     """
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
@@ -134,12 +134,12 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def notify_launcher(note: bytes = Note.STARTED) -> None:
-    """Notifies the launcher that its program joins the ring: a program that never does trains alone.
+    """Notifies the launcher that the program joins the ring; a program that never does so trains alone.
 
-    At its end it also notifies the launcher if it ends because another rank was lost.
+    At the end of the program it also notifies the launcher if the program ends because another rank was lost.
 
     Args:
-      note: A Note, which is written once.
+      note: A `Note`, which is written once. Defaults to `Note.STARTED`.
     """
     text = os.environ.get(TAKEN, "")
     if (text, note) not in _written:
@@ -158,7 +158,7 @@ def _notify_at_exit(text: str, process: int) -> None:
 
 
 def _has_lost_another(error: BaseException | None) -> bool:
-    """Returns whether the error that ends this program, or one that it comes from, is of another rank's end."""
+    """Returns whether the error that ends this program, or one of its causes, is the loss of another rank."""
     kinds: list[type] = [PeerLostError, RendezvousError]
     if (of_tensorflow := sys.modules.get("tensorflow.python.framework.errors_impl")) is not None:
         kinds += [of_tensorflow.AbortedError, of_tensorflow.UnavailableError]
@@ -171,16 +171,16 @@ def _write_note(text: str, note: bytes) -> None:
     fd, _, inode = text.partition(":")
     with contextlib.suppress(OSError, ValueError):
         about = os.fstat(int(fd))
-        if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
+        if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # a child may have another file here
             os.write(int(fd), note)
             os.set_inheritable(int(fd), False)
 
 
 def release_listener(cluster: Cluster) -> Cluster:
-    """Gives the inherited socket's port back, to a server in this process that binds it itself.
+    """Closes the inherited socket, for a server in this process that binds the port itself.
 
     Returns:
-      The cluster without `listen_fd`; `detect()` says the same from now on.
+      The cluster without `listen_fd`, which `detect()` returns from now on, too.
     """
     if cluster.listen_fd is None:
         return cluster
@@ -206,4 +206,4 @@ def _check_listens(fd: int, address: str) -> None:
             f"{LISTEN_FD}={fd} is no socket that listens at {address} in this process. A program that a worker starts "
             f"is not a worker: start it without the worker's variables. {_REMEDY}"
         )
-    os.set_inheritable(fd, False)  # what the user's program starts must not hold the port
+    os.set_inheritable(fd, False)  # processes that the user's program starts must not hold the port

@@ -1,13 +1,13 @@
-"""Resolves a cluster without addresses: ranks send theirs to rank 0, which sends the list to all.
+"""Resolves a cluster without addresses: ranks send their addresses to rank 0, which sends the list to all.
 
     rank r                                        rank 0
       │ (1) hello, meeting: rank, host, port ────► │     through its listener; the host as seen on the way
       │ ◄───────────────────────────── heard (2) │     or: refused, and why
       │ ◄───────────── hosts and ports of all (3) │     once every rank has come
 
-The socket a rank listens on stays open and becomes the cluster's `listen_fd`, so no process takes its port in between;
-rank 0 meets the others at the one it keeps. Where no source names that port, it follows from the job's name: rank 0
-takes the first that is free of a few, and the others try them all.
+The socket on which a rank listens stays open and becomes the cluster's `listen_fd`, so no process can take its port in
+between. Rank 0 uses that socket for this exchange, too. If no source names its port, candidates are derived from the
+job's name: rank 0 uses the first one that is free, and the others try all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfring.errors import ConfigurationError, RendezvousError
 from tfring.transport import dial, handshake, listener, ports, secret, wire
 from tfring.transport.address import Address
 
-_DIAL_SECONDS = 2.0  # for rank 0 to take a connection and say that it is there
+_DIAL_SECONDS = 2.0  # for rank 0 to accept a connection and answer
 _PAUSE_SECONDS = 0.1
 _PLACE = {
     "host": wire.text(64, "[0-9a-zA-Z:.%]+"),
@@ -38,15 +38,15 @@ _PLACE = {
 _ANSWERS = wire.Format({"heard": {}, "refused": handshake.REFUSED}, max_json_bytes=8192)
 _log = logging.getLogger(__name__)
 
-_met: dict[tuple[int, UnresolvedCluster], Cluster] = {}  # by process id: ranks meet once
+_met: dict[tuple[int, UnresolvedCluster], Cluster] = {}  # by process id, so that ranks exchange addresses once
 
 
 def meet(unresolved: UnresolvedCluster) -> Cluster:
     """Exchanges addresses with the other ranks; a second call in one process returns the same cluster.
 
     Raises:
-      RendezvousError: Not all ranks came within `TFRING_CONNECT_TIMEOUT_SECONDS`, or two claim one rank.
-      ConfigurationError: Rank 0 cannot listen where it should.
+      RendezvousError: If not all ranks connect within `TFRING_CONNECT_TIMEOUT_SECONDS`, or if two claim one rank.
+      ConfigurationError: If rank 0 cannot listen at the address it should.
     """
     key = (os.getpid(), unresolved)
     if key not in _met:
@@ -55,7 +55,7 @@ def meet(unresolved: UnresolvedCluster) -> Cluster:
 
 
 def forget_listener(cluster: Cluster, without: Cluster) -> None:
-    """Makes `meet` return `without` in place of `cluster`, whose socket is closed."""
+    """Makes `meet` return `without` instead of `cluster`, as its socket is closed."""
     for key, met in _met.items():
         if met == cluster:
             _met[key] = without
@@ -74,7 +74,7 @@ class _Meeting:
         self.job = handshake.digest(f"{unresolved.source} {unresolved.job}")
         self.key = b"" if unresolved.share is not None else secret.of(unresolved)
         self.network = bool(self.key) or not one_host
-        self.secret: str | None = None  # where the source shares it
+        self.secret: str | None = None  # set if the source shares it
         self.process = secrets.token_hex(16)
         self.ports, self.remedy = ports.candidates(f"{unresolved.source} {unresolved.job}"), None
         if unresolved.port:
@@ -118,7 +118,7 @@ class _Meeting:
         self.ports, self.key = [port], self.secret.encode()
 
     def _check_host(self) -> None:
-        """Raises where the inferred host of rank 0 is not this one; else ranks would wait in vain."""
+        """Raises ConfigurationError if the inferred host of rank 0 is not this host; ranks would wait in vain."""
         if not self.unresolved.remedy:
             return
         try:
@@ -155,7 +155,7 @@ class _Meeting:
             table = [places[rank] for rank in range(self.unresolved.world_size)]
             for connection in connections.values():
                 connection.channel.deadline = time.monotonic() + _DIAL_SECONDS
-                with contextlib.suppress(OSError):  # it has died; the ring will say so
+                with contextlib.suppress(OSError):  # the rank has died, which the ring will report
                     connection.channel.send("places", **_columns(table))
             return table
         except BaseException:
@@ -173,7 +173,7 @@ class _Meeting:
         rank, place = hello["rank"], {name: hello[name] for name in _PLACE}
         refusal = self._refusal(hello, places.get(rank))
         try:
-            ports.is_loopback(place["host"])  # or it is no address
+            ports.is_loopback(place["host"])  # raises if it is not an address
             if refusal is not None:
                 channel.send("refused", why=refusal, final=True)
                 channel.close()
@@ -191,7 +191,7 @@ class _Meeting:
                 came_from,
             )
         if rank in connections:
-            connections[rank].channel.close()  # it dialled again
+            connections[rank].channel.close()  # the rank has connected again
         places[rank], connections[rank] = place, connection
 
     def _refusal(self, hello: dict[str, Any], place: dict[str, Any] | None) -> str | None:
@@ -213,10 +213,10 @@ class _Meeting:
             + f"Are they started, and is the port open between the hosts? {self._hint()}"
         )
 
-    # The others.
+    # The other ranks.
 
     def _tell(self, tcp: socket.socket) -> list[dict[str, Any]]:
-        """Finds rank 0, sends it this rank's address, and receives those of all."""
+        """Finds rank 0, sends it this rank's address, and receives the addresses of all ranks."""
         reasons: dict[int, str] = {}
         while time.monotonic() < self.deadline:
             for port in self.ports:
@@ -293,7 +293,7 @@ def _is_this_host(unresolved: UnresolvedCluster) -> bool:
 
 
 def _outward(connections: dict[int, listener.Connection], named: str | None) -> str | None:
-    """Returns rank 0's address as other hosts reach it; None if all ranks are on its own."""
+    """Returns the address at which other hosts reach rank 0; None if all ranks are on its host."""
     if named is not None:
         return named
     for _, connection in sorted(connections.items()):
@@ -306,7 +306,7 @@ def _outward(connections: dict[int, listener.Connection], named: str | None) -> 
 
 
 def _peer_address(connection: socket.socket) -> str | None:
-    """Returns the address of the peer; None for one on this host."""
+    """Returns the address of the peer; None for a peer on this host."""
     if connection.family == socket.AF_UNIX:
         return None
     host = _plain(connection.getpeername()[0])

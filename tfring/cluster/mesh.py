@@ -1,4 +1,4 @@
-"""The axes along which workers divide the work: rows of a batch, parts of layers, stages of a model. A pure plan.
+"""The axes along which workers divide the work: rows of a batch, parts of layers, stages of a model. Plans only.
 
 ```
 Mesh(data=2, model=2)       model: one layer's parts          Mesh(data=2, pipeline=2)     rank 0 ─► rank 2
@@ -7,7 +7,7 @@ Mesh(data=2, model=2)       model: one layer's parts          Mesh(data=2, pipel
                             rank 2 ── rank 3
 ```
 
-The ranks of the model axis lie next to each other, on one host if they can: they exchange most.
+The ranks of the model axis are consecutive, on one host if possible, because they exchange most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tfring.errors import ConfigurationError
 
-AXES = ("pipeline", "data", "model")  # from the slowest to the fastest as ranks go up
+AXES = ("pipeline", "data", "model")  # from the axis that varies slowest with the rank to the fastest
 
 
 class Coordinates(NamedTuple):
@@ -31,16 +31,16 @@ class Coordinates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Arrangement of the workers of a `tfring.RingStrategy`; `world_size` is the product of all sizes.
+    """Arranges the workers of a `tfring.RingStrategy` along axes; `world_size` is the product of all sizes.
 
     Args:
-      data: How many replicas of the model there are, each of which trains on its share of the rows of a batch.
-        Default: as many as `world_size` allows.
-      model: Over how many workers the sharded layers of a replica are divided.
-      pipeline: How many stages a `tfring.parallel.Pipeline` has, each of them on workers of its own.
+      data: Number of replicas of the model. Each replica trains on its share of the rows of a batch. Defaults to the
+        largest number that `world_size` allows.
+      model: Number of workers over which the sharded layers of a replica are divided. Defaults to 1.
+      pipeline: Number of stages of a `tfring.parallel.Pipeline`, each on its own workers. Defaults to 1.
 
     Raises:
-      ConfigurationError: For a size that is no whole number, 1 or more.
+      ConfigurationError: If a size is not an integer of at least 1.
 
     >>> Mesh(model=2).of(world_size=8)
     Mesh(data=4, model=2, pipeline=1)
@@ -58,10 +58,10 @@ class Mesh:
                 raise ConfigurationError(f"Size `{axis}` of the mesh is {size!r}, not a whole number, 1 or more.")
 
     def of(self, world_size: int) -> Mesh:
-        """Returns this mesh for a number of workers, with its data axis filled in.
+        """Returns this mesh for a number of workers, with the size of its data axis filled in.
 
         Raises:
-          ConfigurationError: Where the product of its sizes is another number.
+          ConfigurationError: If the product of its sizes is not `world_size`.
         """
         data = self.data or world_size // (self.model * self.pipeline)
         mesh = Mesh(data or 1, self.model, self.pipeline)
@@ -74,7 +74,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Returns the number of workers, where `data` is given.
+        """The number of workers, if `data` is given.
 
         >>> Mesh(data=2, model=2).size
         4
@@ -83,11 +83,11 @@ class Mesh:
 
     @property
     def is_data_only(self) -> bool:
-        """Returns True if each worker holds the full model."""
+        """True if each worker holds the full model."""
         return self.model == self.pipeline == 1
 
     def size_along(self, axis: str) -> int:
-        """Returns the number of ranks along an axis, several ("pipeline+model"), or in the "world".
+        """Returns the number of ranks along an axis, along several axes ("pipeline+model"), or in the "world".
 
         >>> mesh = Mesh(data=2, model=3, pipeline=4)
         >>> mesh.size_along("model"), mesh.size_along("pipeline+model"), mesh.size_along("world")
@@ -106,7 +106,7 @@ class Mesh:
         return Coordinates(pipeline, data, model)
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Returns the position of a rank along an axis, several, or in the "world".
+        """Returns the position of a rank along an axis, along several axes, or in the "world".
 
         >>> Mesh(data=2, model=2, pipeline=2).coordinate("pipeline+model", 5)
         3
@@ -117,7 +117,7 @@ class Mesh:
         return number
 
     def place(self, rank: int) -> str:
-        """Describes a rank's part of the model, for people: counted from 1, of the axes that there are.
+        """Describes a rank's part of the model for messages, counted from 1, along the axes of more than one rank.
 
         >>> Mesh(data=2, pipeline=3).place(5)
         'stage 3 of 3 of replica 2'
@@ -141,7 +141,7 @@ class Mesh:
         return (coordinates.pipeline * (self.data or 1) + coordinates.data) * self.model + coordinates.model
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Returns the ranks along an axis through a rank, or several, in the order of their coordinates.
+        """Returns the ranks along one axis or several axes through a rank, in the order of their coordinates.
 
         >>> Mesh(data=2, model=2).ranks("data", 3), Mesh(data=2, model=2).ranks("model", 3)
         ((1, 3), (2, 3))

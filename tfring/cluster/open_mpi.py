@@ -1,4 +1,4 @@
-"""Open MPI's `mpirun`, over PMIx or without."""
+"""Open MPI's `mpirun`, with or without PMIx."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from tfring.cluster import allocation
 from tfring.cluster.unresolved import UnresolvedCluster, read_mpi_task
 
-# A process of `mpirun -n 2` of Open MPI 5 holds, among others:
+# A process of `mpirun -n 2` of Open MPI 5 has, among others:
 #   OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
 #   PMIX_RANK=1 PMIX_NAMESPACE=prterun-node1-16356@1      the host that mpirun runs on, its process id
-# Open MPI 4 has no such namespace, but
+# Open MPI 4 has no such namespace, but has
 #   OMPI_MCA_ess_base_jobid=1531576321 OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://192.0.2.1,192.0.2.65:33911
 RANK = "OMPI_COMM_WORLD_RANK"
 SIZE = "OMPI_COMM_WORLD_SIZE"
@@ -24,10 +24,10 @@ _REMEDY = "Name rank 0's host:\n  mpirun -x TFRING_RENDEZVOUS=node1 ..."
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """This process of an `mpirun`; None outside of one.
+    """Returns the place of this process in an `mpirun`; None outside of one.
 
     Raises:
-      ConfigurationError: The variables are malformed.
+      ConfigurationError: If the variables are malformed.
     """
     task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
     if task is None:

@@ -1,7 +1,7 @@
 """Ray Train: a worker of a trainer that sets no variables, such as `DataParallelTrainer`.
 
-Trainers that set some need nothing here: Ray's TensorflowTrainer writes TF_CONFIG, its TorchTrainer the variables of
-torchrun. Actors and tasks of Ray itself know no rank: `tfring.cluster.listen` serves them (examples/ray_actors.py).
+Trainers that set variables need nothing here: Ray's TensorflowTrainer writes TF_CONFIG, its TorchTrainer the variables
+of torchrun. Actors and tasks of Ray itself have no rank; use `tfring.cluster.listen` there (examples/ray_actors.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARIABLES = ()
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """This worker of a training; None where Ray Train is not imported or trains nothing here."""
+    """Returns the place of this worker of Ray Train; None if Ray Train is not imported or does not train here."""
     train = sys.modules.get("ray.train")
     if train is None:
         return None

@@ -21,11 +21,11 @@ class Roles:
     """The workers and the parameter servers of a job, and the role of this process.
 
     Attributes:
-      workers: Where each worker listens, by rank.
-      servers: Where each server listens, by number.
+      workers: Addresses at which the workers listen, by rank.
+      servers: Addresses at which the servers listen, by number.
       is_server: Whether this process is a server.
       index: The rank of this worker, or the number of this server.
-      source: Where the facts come from, for messages.
+      source: Name of the source of these facts, for messages.
       listen_fd: An inherited socket that listens at this process's address; see `Cluster`.
 
     >>> roles = Roles.of({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"], "ps": ["c:1"]},'
@@ -54,13 +54,13 @@ class Roles:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> Roles | None:
-        """Returns the roles that `tfring launch --servers` or TF_CONFIG describes; None where neither has servers.
+        """Returns the roles that `tfring launch --servers` or TF_CONFIG describes; None if neither has servers.
 
         Args:
-          environ: Where to look; `os.environ` by default.
+          environ: The environment to read. Defaults to `os.environ`.
 
         Raises:
-          ConfigurationError: The source is malformed.
+          ConfigurationError: If the source is malformed.
         """
         environ = os.environ if environ is None else environ
         servers = config.read(launch_variables.SERVERS, environ)
@@ -88,7 +88,7 @@ class Roles:
         return Cluster.from_hosts((*self.workers, *self.servers), rank, self.source, self.listen_fd)
 
     def pair(self, other: int) -> Cluster:
-        """Returns the cluster of a server, rank 0, and a worker, rank 1, of which this process is one.
+        """Returns the cluster of a server, rank 0, and a worker, rank 1. This process is one of them.
 
         Args:
           other: The number of the server, or the rank of the worker.
@@ -98,7 +98,7 @@ class Roles:
         return Cluster.from_hosts(addresses, 0 if self.is_server else 1, self.source, self.listen_fd)
 
     def pair_of_servers(self, first: int) -> Cluster:
-        """Returns the cluster of server `first`, rank 0, and the next, rank 1, of which this process is one."""
+        """Returns the cluster of server `first`, rank 0, and the next server, rank 1. This process is one of them."""
         addresses = [self.servers[first], self.servers[(first + 1) % len(self.servers)]]
         return Cluster.from_hosts(addresses, 0 if self.index == first else 1, self.source, self.listen_fd)
 
@@ -108,7 +108,7 @@ def _of_tf_config(text: str) -> Roles | None:
         given: Any = json.loads(text) if text.strip() else {}
         servers = given["cluster"][SERVER_JOB]
     except (ValueError, RecursionError, KeyError, TypeError, IndexError):
-        return None  # what is wrong in a cluster without servers, `tf_config` says
+        return None  # `tf_config` reports errors of a cluster without servers
     if not servers:
         return None
     cluster = {job: tasks for job, tasks in given["cluster"].items() if job != SERVER_JOB}

@@ -9,10 +9,10 @@ from tfring.cluster import allocation
 from tfring.cluster.unresolved import UnresolvedCluster, read_numbers, unset
 from tfring.errors import ConfigurationError
 
-# A task of `srun -N 2 -n 3` holds, among some sixty (SLURM 22.05):
+# A task of `srun -N 2 -n 3` has, among some sixty variables (SLURM 22.05):
 #   SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1
 #   SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=node[001-002] SLURM_STEP_TASKS_PER_NODE=2,1
-# The one process of a batch script holds SLURM_PROCID=0 and SLURM_NTASKS=3 too, but no SLURM_STEP_ID; the shell of
+# The single process of a batch script also has SLURM_PROCID=0 and SLURM_NTASKS=3, but no SLURM_STEP_ID; the shell of
 # `salloc` has neither.
 PROCID = "SLURM_PROCID"
 STEP_ID = "SLURM_STEP_ID"
@@ -27,10 +27,10 @@ _REMEDY = "Start the program with `srun`, which sets them:\n  srun -n 4 python t
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """This task of a step; None in a batch script, in `salloc`, outside of SLURM.
+    """Returns the place of this task in a step; None in a batch script, in `salloc`, and outside of SLURM.
 
     Raises:
-      ConfigurationError: The variables are malformed or contradict each other.
+      ConfigurationError: If the variables are malformed or contradict each other.
     """
     if not environ.get(STEP_ID) or PROCID not in environ:
         return None
@@ -55,7 +55,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
 
 
 def warn_if_alone(environ: Mapping[str, str]) -> None:
-    """Warns in a batch script, or the shell of `salloc`, of several tasks: `srun` was forgotten, or one is meant."""
+    """Warns in a batch script, or in `salloc`, with several tasks: `srun` was forgotten, or one process is intended."""
     tasks = environ.get("SLURM_NTASKS", "")
     if in_allocation(environ) and tasks.isdecimal() and int(tasks) > 1:
         warnings.warn(

@@ -13,7 +13,7 @@ from tfring.errors import ConfigurationError
 from tfring.transport.address import Address, parse_address
 
 VARIABLE = "TF_CONFIG"
-# What users, Kubeflow and Vertex AI write. Keys beside "cluster" and "task" ("environment", "rpc_layer") mean
+# Users, Kubeflow and Vertex AI write these. Keys other than "cluster" and "task" ("environment", "rpc_layer") mean
 # nothing to a ring.
 #   {"cluster": {"worker": ["host1:12345", "host2:12345"]}, "task": {"type": "worker", "index": 0}}
 #   {"cluster": {"chief": ["host1:12345"], "worker": ["host2:12345"]}, "task": {"type": "chief", "index": 0}}
@@ -30,17 +30,18 @@ class Parsed(NamedTuple):
 
     rank: int
     addresses: tuple[str, ...]
-    job: str  # "chief", "worker" or "evaluator"; an evaluator is alone: rank 0 and no addresses
+    job: str  # "chief", "worker" or "evaluator"; an evaluator is alone, with rank 0 and no addresses
 
 
 def parse(value: str | Mapping[str, Any]) -> Parsed | None:
-    """Reads the text of TF_CONFIG, or the mapping it stands for.
+    """Reads TF_CONFIG from its text or from a mapping.
 
     Returns:
-      None where it names no cluster: empty, `{}`, or a cluster without tasks.
+      A `Parsed`; None if no cluster is named: an empty text, `{}`, or a cluster without tasks.
 
     Raises:
-      ConfigurationError: With the rule, the value received and a corrected text to paste.
+      ConfigurationError: If it is not valid. The message has the rule, the value received and a corrected text to
+        paste.
     """
     config = _load(value)
     cluster = _read_cluster(config)
@@ -65,25 +66,26 @@ def parse(value: str | Mapping[str, Any]) -> Parsed | None:
 
 
 def render(rank: int, addresses: tuple[str, ...]) -> str:
-    """The text of TF_CONFIG for worker `rank` of `addresses`; `{}` where there are none."""
+    """Returns the text of TF_CONFIG for worker `rank` of `addresses`; `{}` if there are none."""
     if not addresses:
         return "{}"
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
 
 
 def for_hosts(hosts: Sequence[str], workers_per_host: int = 1, port: int = 12345) -> list[str]:
-    """TF_CONFIG for each worker of a list of hosts, in order.
+    """Returns TF_CONFIG for each worker of a list of hosts, in order.
 
     Args:
-      hosts: Names or addresses, with a port of their own or without (`"node1"`, `"node1:20000"`, `"fd00::1"`).
-      workers_per_host: Each takes one port, from the host's own or `port` upwards.
-      port: The first port, where a host has none.
+      hosts: Names or addresses, with or without a port (`"node1"`, `"node1:20000"`, `"fd00::1"`).
+      workers_per_host: Number of workers on each host. Each uses one port, from the host's port or `port` upwards.
+        Defaults to 1.
+      port: The first port of a host without one. Defaults to 12345.
 
     Returns:
-      Values of the variable, by rank: the workers of the first host, then those of the next.
+      A list of values of the variable, by rank: the workers of the first host, then those of the next.
 
     Raises:
-      ConfigurationError: A host is malformed, or two workers would share an address.
+      ConfigurationError: If a host is malformed, or if two workers would share an address.
 
     >>> for text in for_hosts(["node1", "node2"]):
     ...     print(text)
@@ -102,7 +104,7 @@ def for_hosts(hosts: Sequence[str], workers_per_host: int = 1, port: int = 12345
         first = parse_address(host if has_port else f"[{host}]:{port}" if bare_ipv6 else f"{host}:{port}")
         addresses += [str(first._replace(port=first.port + number)) for number in range(workers_per_host)]
     texts = [render(rank, tuple(addresses)) for rank in range(len(addresses))]
-    parse(texts[0])  # which finds addresses that are given twice
+    parse(texts[0])  # raises if an address is given twice
     return texts
 
 
@@ -120,7 +122,7 @@ def _load(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_cluster(config: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The cluster's jobs that have tasks, each a list."""
+    """Returns the cluster's jobs that have tasks, each as a list."""
     given = config.get("cluster") or {}
     if not isinstance(given, Mapping):
         raise _error('has a "cluster" that is not an object of jobs', config, cluster=_EXAMPLE["cluster"])
@@ -168,7 +170,7 @@ def _read_addresses(
 def _each_on_its_own(
     cluster: dict[str, list[Any]], ring: list[tuple[str, int]], addresses: list[Address]
 ) -> dict[str, list[Any]]:
-    """Returns the cluster with another port for every address that an earlier task has."""
+    """Returns the cluster with another port for every address that an earlier task already has."""
     corrected = {job: list(tasks) for job, tasks in cluster.items()}
     taken, earlier = set(addresses), set()
     for (job, index), address in zip(ring, addresses, strict=True):
@@ -202,7 +204,7 @@ def _read_task(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> tupl
         what = f"has task type {job!r}, which is none of its jobs: {', '.join(cluster)}"
         raise _error(what, config, task={**task, "type": first["type"]})
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
-        index = int(index)  # TensorFlow takes "0" for 0
+        index = int(index)  # TensorFlow accepts "0" as 0
     last = len(cluster[job]) - 1
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index <= last:
         what = f"has task index {index!r}; {job!r} lists {last + 1}, so the index runs from 0 to {last}"
@@ -234,7 +236,7 @@ def _all_workers(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> di
 
 
 def _renamed(job: str, config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> dict[str, Any]:
-    """`master` is what TensorFlow 1 called the chief; anything else is taken for a name of the workers."""
+    """Renames a job: `master`, TensorFlow 1's name of the chief, to chief; any other name to worker."""
     name = "chief" if job == "master" else "worker"
     if name in cluster:
         return _without(job, config, cluster)

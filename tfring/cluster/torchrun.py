@@ -1,6 +1,6 @@
 """Variables in the style of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-torchrun sets them, Kubeflow's PyTorchJob does, Ray Train for torch does, and so do many scripts by hand.
+They are set by torchrun, by Kubeflow's PyTorchJob, by Ray Train for torch, and by hand in many scripts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from tfring.cluster.unresolved import UnresolvedCluster, read_numbers, unset
 from tfring.errors import ConfigurationError
 from tfring.transport.address import parse_address
 
-# One of two workers of `torchrun --nproc-per-node 2` holds, among others:
+# One of two workers of `torchrun --nproc-per-node 2` has, among others:
 #   RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=node1 MASTER_PORT=29500
 #   TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True
-# Kubeflow's PyTorchJob sets the four needed; older ones MASTER_ADDR=localhost on rank 0.
+# Kubeflow's PyTorchJob sets the four needed; older versions set MASTER_ADDR=localhost on rank 0.
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 MASTER_ADDR = "MASTER_ADDR"
@@ -27,17 +27,17 @@ _EXAMPLE = "export RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500   # R
 
 
 def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
-    """The place these variables give; None without RANK and one of the others, which are too common alone.
+    """Returns the place that these variables describe; None without both RANK and another: alone, they are too common.
 
     Raises:
-      ConfigurationError: Some are missing or malformed.
+      ConfigurationError: If some are missing or malformed.
     """
     if RANK not in environ or not any(name in environ for name in VARIABLES[1:]):
         return None
     remedy = f"Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
     missing = [name for name in VARIABLES if not environ.get(name, "").strip()]
     if missing == [MASTER_ADDR, MASTER_PORT] and environ[WORLD_SIZE].strip() == "1":
-        missing = []  # no rank to meet
+        missing = []  # there is no other rank to connect with
     if missing:
         received = " ".join(f"{name}={environ[name]}" for name in VARIABLES if name in environ)
         raise ConfigurationError(
@@ -53,7 +53,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
         raise ConfigurationError(
             f"MASTER_ADDR={host!r}, MASTER_PORT={port!r} are not rank 0's host and a port of it. {error} {remedy}"
         ) from None
-    # torchrun's agent may listen at that port itself. Rank 0 then takes another, which follows from the two.
+    # torchrun's agent may listen at that port itself. Rank 0 then uses another port, derived from source and job.
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return UnresolvedCluster(
         rank,
@@ -66,10 +66,10 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
 
 
 def check_not_half(environ: Mapping[str, str]) -> None:
-    """Raises for a world size and an address without a rank, with which each process would train alone.
+    """Checks that a world size and an address are not set without a rank, as each process would then train alone.
 
     Raises:
-      ConfigurationError: So it is.
+      ConfigurationError: If they are.
     """
     if environ.get(WORLD_SIZE, "1").strip() not in ("", "0", "1") and environ.get(MASTER_ADDR):
         raise ConfigurationError(

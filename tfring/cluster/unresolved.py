@@ -14,17 +14,17 @@ from tfring.transport.address import parse_address
 
 @dataclasses.dataclass(frozen=True)
 class UnresolvedCluster:
-    """A rank and a world size whose addresses the ranks have yet to exchange (`meeting.py`).
+    """A rank and a world size; the ranks have yet to exchange their addresses (`meeting.py`).
 
     Attributes:
-      rank: This process, from 0 to `world_size - 1`.
+      rank: Rank of this process, from 0 to `world_size - 1`.
       world_size: Number of processes in the ring.
-      source: Where the facts come from, for messages.
-      job: Tells jobs apart; the same on all ranks.
-      host: Rank 0's, as the others reach it.
-      port: Where rank 0 listens; None for one that follows from `job`.
-      remedy: What to write where `host` is not rank 0's after all, if it was inferred.
-      share: Hands a text of rank 0 to all ranks by the source's own means; replaces `host`.
+      source: Name of the source of these facts, for messages.
+      job: A text that distinguishes jobs; the same on all ranks.
+      host: Host of rank 0, as the other ranks reach it.
+      port: Port at which rank 0 listens; None for a port that is derived from `job`.
+      remedy: The text to write if `host` turns out not to be rank 0's; empty unless `host` was inferred.
+      share: A function that sends a text of rank 0 to all ranks by means of the source; replaces `host`.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class UnresolvedCluster:
     addresses = ()  # none yet; a Cluster has them
 
     def overridden(self, environ: Mapping[str, str]) -> UnresolvedCluster:
-        """Returns a copy with rank 0's host and port as `TFRING_RENDEZVOUS` and `TFRING_PORT` have them."""
+        """Returns a copy with rank 0's host and port replaced by `TFRING_RENDEZVOUS` and `TFRING_PORT`, if set."""
         named = rendezvous(environ)
         port = config.read("TFRING_PORT", environ) or self.port
         if named is None:
@@ -48,7 +48,7 @@ class UnresolvedCluster:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Returns True if all ranks are known to be on this host."""
+        """True if all ranks are known to be on this host."""
         return self.host == "127.0.0.1" and self.share is None
 
 
@@ -60,12 +60,12 @@ def read_numbers(
     Args:
       environ: The environment.
       rank: Name of the variable that holds the rank.
-      world_size: Name of that which holds the world size.
-      of: Who sets them, for messages.
-      remedy: What to do where they are wrong; commands to paste.
+      world_size: Name of the variable that holds the world size.
+      of: Name of the program that sets them, for messages.
+      remedy: Commands to paste if they are wrong.
 
     Raises:
-      ConfigurationError: One is missing or no number, or the rank is out of range.
+      ConfigurationError: If one is missing or not a number, or if the rank is out of range.
 
     >>> read_numbers({"R": "1", "W": "3"}, "R", "W", of="test", remedy="")
     (1, 3)
@@ -84,7 +84,7 @@ def read_numbers(
 
 
 class MpiTask(NamedTuple):
-    """A process of any `mpirun`. `job` is empty where it names none."""
+    """A process of any `mpirun`. `job` is empty if the `mpirun` does not name one."""
 
     rank: int
     world_size: int
@@ -99,12 +99,12 @@ def read_mpi_task(
 
     Args:
       environ: The environment.
-      variables: Names of the rank, the world size, and the number of ranks on this host.
-      jobs: Names of variables that tell one `mpirun` from another.
-      of: Who sets them, for messages.
+      variables: Names of the variables of the rank, the world size, and the number of ranks on this host.
+      jobs: Names of variables that distinguish one `mpirun` from another.
+      of: Name of the program that sets them, for messages.
 
     Raises:
-      ConfigurationError: As `read_numbers`.
+      ConfigurationError: See `read_numbers`.
 
     >>> read_mpi_task({"R": "1", "W": "3", "L": "2", "ID": "7"}, ("R", "W", "L"), ["ID"], of="test")
     MpiTask(rank=1, world_size=3, job='7', on_one_host=False)
@@ -128,7 +128,7 @@ def unset(names: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def rendezvous(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
-    """Returns the host and port that `TFRING_RENDEZVOUS` names.
+    """Returns the host and port that `TFRING_RENDEZVOUS` names; None if it is not set.
 
     >>> rendezvous({"TFRING_RENDEZVOUS": "node1"}), rendezvous({"TFRING_RENDEZVOUS": "[fd00::1]:20000"})
     (('node1', None), ('fd00::1', 20000))

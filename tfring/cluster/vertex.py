@@ -1,4 +1,4 @@
-"""Vertex AI's CLUSTER_SPEC: worker pools in place of jobs."""
+"""Vertex AI's CLUSTER_SPEC, which has worker pools instead of jobs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ VARIABLES = (VARIABLE,)
 
 
 def read(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster it describes; None where it is not set.
+    """Returns the cluster that it describes; None if it is not set.
 
     Raises:
-      ConfigurationError: It is malformed, or has parameter servers, of which tfring has none.
+      ConfigurationError: If it is malformed, or has parameter servers, which tfring does not support here.
     """
     text = environ.get(VARIABLE, "").strip()
     if not text:

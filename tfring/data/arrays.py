@@ -1,4 +1,4 @@
-"""Batches of arrays that all ranks hold: each worker reads its own rows, where the arrays stand.
+"""Batches of arrays that all ranks hold: each worker reads its own rows of them, in place.
 
 ```
 seed ─► indices of a pass ─► indices of a batch ─► this worker's ─► its rows of each array      in the step
@@ -21,8 +21,8 @@ from tfring import _tf
 from tfring.data.rows import spec_of_any_rows
 from tfring.ring import library, ops
 
-_LEAST_BYTES = 1 << 20  # of an array that is read in place; TensorFlow gets a copy of a smaller one
-_ALIGNMENT = 64  # bytes, of the memory that TensorFlow shares
+_LEAST_BYTES = 1 << 20  # size of the smallest array that is read in place; TensorFlow copies smaller ones
+_ALIGNMENT = 64  # bytes, for memory that TensorFlow shares
 
 
 class InPlace(NamedTuple):
@@ -30,8 +30,8 @@ class InPlace(NamedTuple):
 
     Attributes:
       head: A copy of the elements before the first aligned address, less than 64 bytes.
-      body: All after them, in the array's own memory.
-      like: Of the array's shape but for the first dimension, which is 0.
+      body: All elements after them, in the array's own memory.
+      like: A tensor of the array's shape, except that the first dimension is 0.
     """
 
     head: tf.Tensor
@@ -44,9 +44,9 @@ class InPlace(NamedTuple):
 
 
 def in_place(array: np.ndarray) -> InPlace | np.ndarray:
-    """Returns tensors that share the memory of an array; the array itself if it is small, or none that can.
+    """Returns tensors that share the memory of an array; the array itself if it is small or cannot be shared.
 
-    TensorFlow would copy it twice, at each call of `fit`. An array that is not in C order is copied once.
+    TensorFlow would copy it twice at each call of `fit`. An array that is not in C order is copied once.
     """
     plain = array.dtype.kind in "biuf" and array.dtype.isnative and array.dtype.itemsize <= 8
     if not plain or array.nbytes < _LEAST_BYTES or not array.ndim or not library.OPS.exists():
@@ -57,16 +57,17 @@ def in_place(array: np.ndarray) -> InPlace | np.ndarray:
 
 
 class ArrayBatches:
-    """The batches of arrays, in an order that all ranks draw alike.
+    """The batches of arrays, in the same order on all ranks.
 
     Args:
-      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the rows of each batch of a pass, -1 after the last
-        where a batch has fewer.
-      drawn: Returns the dataset of the rows of each batch, for any number of passes.
-      arrays: In any structure.
-      take: `take(arrays, indices)`, the rows of a batch; hashable, for what is traced with one serves an equal one.
+      of_pass: `of_pass(number)` returns int64 `[batches, batch_size]`: the row indices of each batch of a pass, padded
+        with -1 if a batch has fewer.
+      drawn: Returns the dataset of the row indices of each batch, for any number of passes.
+      arrays: The arrays, in any structure.
+      take: `take(arrays, indices)` returns the rows of a batch. Hashable: a function traced with one is reused for an
+        equal one.
       options: `tf.data.Options` of the batches.
-      cardinality: Their number.
+      cardinality: Number of batches.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ArrayBatches:
         return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
 
     def next_pass(self) -> tf.data.Dataset:
-        """Returns the dataset of `(indices, arrays)` of the next pass, as `shares.GatherRows` takes them."""
+        """Returns the dataset of `(indices, arrays)` of the next pass, the input of `shares.GatherRows`."""
         indices = tf.data.Dataset.from_tensor_slices(self._of_pass(next(self._num_passes)))
         return tf.data.Dataset.zip((indices, self._repeated)).with_options(self._dataset_options)
 
@@ -112,9 +113,9 @@ class ArrayBatches:
 
 
 def beside(arrays: Any, indices: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset of `(indices, arrays)`; each element holds the arrays, which are not copied.
+    """Returns the dataset of `(indices, arrays)`. Each element holds the arrays, which are not copied.
 
-    So rows are taken where an element is drawn: a function of the pipeline's own for it takes milliseconds at the
+    Rows are thus gathered where an element is drawn. A separate function in the pipeline would cost milliseconds at the
     beginning of each pass.
     """
     return tf.data.Dataset.zip((indices, tf.data.Dataset.from_tensors(arrays).repeat()))
@@ -135,18 +136,18 @@ def rows_of_tensors(tensors: Any, indices: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
 
 
-_functions: dict = {}  # by what is traced and the kind of its arguments
+_functions: dict = {}  # traced functions, by the function and the specs of its arguments
 
 
 def mapped(
     dataset: tf.data.Dataset, function: Callable[..., Any], num_parallel_calls: int | None = None
 ) -> tf.data.Dataset:
-    """Returns `dataset.map(function)`, traced once for all datasets whose elements are alike but for their rows.
+    """Returns `dataset.map(function)`, traced once for all datasets whose elements differ only in their number of rows.
 
     Args:
-      dataset: Its elements are tuples.
-      function: Hashable; captures no tensor.
-      num_parallel_calls: As of `tf.data.Dataset.map`.
+      dataset: A dataset of tuples.
+      function: A hashable function that captures no tensor.
+      num_parallel_calls: See `tf.data.Dataset.map`.
     """
     spec = dataset.element_spec
     flat = tf.nest.flatten(spec)

@@ -1,4 +1,4 @@
-"""Files of `dataset.cache(filename)`: one for each worker, for TensorFlow lets one process at a time write a file."""
+"""Files of `dataset.cache(filename)`, one per worker: TensorFlow lets only one process at a time write a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfring.runtime import Ring, ring_of_process
 
 
 def own_file(filename: Any) -> Any:
-    """Returns the name of this worker's file, or `filename` where it is empty or there are no other workers."""
+    """Returns the name of this worker's file, or `filename` if it is empty or there are no other workers."""
     ring = ring_of_process()
     if ring is None or (isinstance(filename, str) and not filename):
         return filename
@@ -21,10 +21,10 @@ def own_file(filename: Any) -> Any:
 
 
 def check(ring: Ring, dataset: tf.data.Dataset) -> None:
-    """Refuses a dataset from before the strategy that workers of one host would cache in one file.
+    """Rejects a dataset made before the strategy that workers of one host would cache in the same file.
 
     Raises:
-      ConfigurationError: On every rank.
+      ConfigurationError: If the dataset is such a one, on every rank.
     """
     cluster, world = ring.cluster, ring.world
     if not tf.executing_eagerly() or world.world_size == 1 or cluster.num_nodes == cluster.world_size:

@@ -19,8 +19,8 @@ from tfring.runtime import Ring
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
-# For iterating over the dataset itself. TensorFlow's multi-device iterator draws ahead from a thread of its own: it
-# takes rows that no step asked for from a generator, and waits for ever for the threads of a PyDataset at its end.
+# For iterating over the dataset itself. TensorFlow's multi-device iterator draws ahead from its own thread: it draws
+# rows from a generator that no step asked for, and at its end waits forever for the threads of a PyDataset.
 _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
@@ -28,14 +28,14 @@ _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
 
 
 def is_sliced(dataset: Any) -> bool:
-    """Returns True if tfring slices the dataset's batches; FILE and HINT are TensorFlow's, OFF is this worker's own."""
+    """Returns True if tfring slices the batches; FILE and HINT are TensorFlow's, OFF means this worker's own rows."""
     return isinstance(dataset, (tf.data.Dataset, ArrayBatches)) and _policy(dataset) in _SLICED_POLICIES
 
 
 def distribute(
     ring: Ring, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
 ) -> tf.distribute.DistributedDataset:
-    """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
+    """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value per replica."""
     cache_files.check(ring, dataset)
     cardinality = agreed_cardinality(ring.world, int(dataset.cardinality()))
     _compare_seeds(ring.world, _digest_of_seeds(ring.world, dataset))
@@ -49,26 +49,29 @@ def distribute(
 
 
 def undistributed(dataset: Any) -> Any:
-    """Returns what `distribute` has distributed: Keras' steps compare what ranks draw. Anything else as it is."""
+    """Returns the dataset behind a result of `distribute`, so that Keras' steps can compare batches between ranks.
+
+    Returns anything else unchanged.
+    """
     return getattr(dataset, "_tfring_dataset", dataset) if not isinstance(dataset, tf.data.Dataset) else dataset
 
 
 def distribute_for_keras(
     ring: Ring, dataset: tf.data.Dataset | ArrayBatches, *, ahead: int = 2
 ) -> tf.distribute.DistributedDataset:
-    """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
+    """Distributes any dataset for the Keras steps of `tfring._keras`, as `Shares` except with policies FILE and HINT.
 
-    What is made of a dataset is kept with it for the next call. The arrays that it is slices of, and those of
-    `ArrayBatches`, have been compared over ranks (_keras/agreement.py).
+    The result is cached with the dataset for the next call. If the dataset consists of slices of arrays, or is an
+    `ArrayBatches`, its arrays have already been compared between ranks (_keras/agreement.py).
 
     Args:
       ring: The workers.
-      dataset: Of global batches; with policy OFF of this worker's own rows.
-      ahead: Batches drawn before they are asked for. Defaults to 2.
+      dataset: A dataset of global batches; with policy OFF, of this worker's own rows.
+      ahead: Number of batches to draw before they are requested. Defaults to 2.
     """
     if not ring.is_alone and not is_sliced(dataset) and _policy(dataset) != _Policy.OFF:
         distributed = ring.strategy.experimental_distribute_dataset(dataset)
-        if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
+        if distributed.cardinality >= 0:  # the number before TensorFlow made more and smaller batches
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
     if isinstance(dataset, ArrayBatches):
@@ -98,7 +101,7 @@ def _make(
             seeds = _digest_of_seeds(ring.world, dataset)
         several = ring.cluster.world_size > 1
         drawn = worker_dataset(dataset, rank, replicas, world_size, compare=several, by_number=True)
-        if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
+        if ahead and isinstance(drawn.cut, Cut):  # prefetching row numbers alone saves nothing
             drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
     else:
         drawn, cardinality = split_own_batches(dataset, replicas, world_size)
@@ -107,7 +110,7 @@ def _make(
 
 
 def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
-    """Keras takes as many steps as the dataset says: the longest of any rank, unknown where one is unknown."""
+    """Returns the number of steps for Keras: that of the longest dataset of any rank, unknown if one is unknown."""
     if not tf.executing_eagerly() or collectives.world_size == 1:
         return cardinality
     longest, minus_shortest = collectives.largest([cardinality, -cardinality], name="cardinality")
@@ -115,7 +118,7 @@ def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
 
 
 def _digest_of_seeds(collectives: Collectives, dataset: tf.data.Dataset) -> int | None:
-    """Returns a digest of the seeds of shuffles if random numbers reach all that ranks would compare of rows."""
+    """Returns a digest of the seeds of shuffles if random numbers reach every component that ranks would compare."""
     plan = plan_of(dataset)
     if not tf.executing_eagerly() or collectives.world_size == 1 or not all(plan.depends_on_randomness):
         return None
@@ -123,10 +126,10 @@ def _digest_of_seeds(collectives: Collectives, dataset: tf.data.Dataset) -> int 
 
 
 def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
-    """Compares what `_digest_of_seeds` returned.
+    """Compares the digests of `_digest_of_seeds` between ranks.
 
     Raises:
-      MismatchError: On every rank. The ring may be used on.
+      MismatchError: If they differ, on every rank. The ring remains usable.
     """
     if digest is not None and collectives.agreed(digest, name="seeds of shuffles") is None:
         raise MismatchError(
@@ -138,12 +141,12 @@ def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Without TensorFlow's tuner, unless the user wants it: each iterator it has tuned may take long to end.
+    """Disables TensorFlow's tuner, unless the user has set it: an iterator that it tunes may take long to end.
 
-    Its thread misses the wake-up at the iterator's end and sleeps on to its next round, which is as far away as the
-    iterator is old, up to a minute (Model::OptimizeLoop asks IsCancelled, which is true only after the callbacks of
-    the cancellation have run). At the end of an epoch the slowest rank's sleep is everybody's. AUTOTUNE means
-    min(16, threads) then.
+    The tuner's thread misses the wake-up at the iterator's end and sleeps until its next round, which is as far away as
+    the iterator is old, up to a minute (Model::OptimizeLoop checks IsCancelled, which is true only after the callbacks
+    of the cancellation have run). At the end of an epoch all ranks wait for the one that sleeps longest. Without the
+    tuner AUTOTUNE means min(16, threads).
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -157,7 +160,7 @@ def _policy(dataset: tf.data.Dataset | ArrayBatches) -> tf.data.experimental.Aut
 
 
 def _replica_layout(ring: Ring) -> tuple[int, int, int]:
-    """Returns this worker's number among those whose rows differ, replicas a worker, and the number of such workers."""
+    """Returns this worker's rank among workers with different rows, its replicas, and the number of such workers."""
     return ring.control.rank, len(ring.devices), ring.control.world_size
 
 
@@ -169,7 +172,7 @@ def _distributed(
     cardinality: int,
 ) -> tf.distribute.DistributedDataset:
     dataset = drawn.dataset if isinstance(drawn, WorkerDataset) else drawn
-    if not ring.is_alone or ring.updater is not None:  # others wait at the end of an epoch, or the job
+    if not ring.is_alone or ring.updater is not None:  # other ranks wait at the end of an epoch, or the job does
         dataset = _untuned(dataset)
     if isinstance(drawn, WorkerDataset):
         specs = drawn.element_spec(), drawn.shares_spec()
@@ -177,7 +180,7 @@ def _distributed(
             dataset, input_workers, ring.strategy, options, cardinality,
             one_value_a_worker=True, then=drawn.cut, then_spec=specs, next_pass=drawn.next_pass,
         )  # fmt: skip
-    shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
+    shares = isinstance(dataset.element_spec, Shares)  # to TensorFlow a worker's shares are one value
     return _tf.distributed_dataset(
         dataset, input_workers, ring.strategy, options, cardinality, one_value_a_worker=shares
     )

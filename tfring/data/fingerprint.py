@@ -1,6 +1,6 @@
-"""A number that tells whether ranks hold the same rows.
+"""Fingerprints that tell whether ranks hold the same rows.
 
-Of a long row of numbers a bounded part is looked at: its first and last bytes, and some between, evenly spread.
+Only a bounded part of a long row of numbers is read: its first and last bytes, and evenly spread ones in between.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import tensorflow as tf
 
 from tfring.data.rows import num_rows
 
-_ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts keep their copies in folders of their own
-_PATH_BYTES = 1024  # at most
-_ROW_BYTES = 16384  # of a row of numbers: a quarter at either end, and half of it spread between
+_ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts may keep their copies in different folders
+_PATH_BYTES = 1024  # the longest string that may be a path
+_ROW_BYTES = 16384  # read of a row of numbers: a quarter at either end, and half of it spread in between
 
 
 def of_batch(element: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
-    """Returns an int64 scalar above 0 of every row of a batch and of their number.
+    """Returns the fingerprint of all rows of a batch and of their number, an int64 scalar above 0.
 
     Args:
       element: A batch.
-      left_out: A bool for each component, whether it is not looked at; None if none is left out.
+      left_out: A bool for each component, whether to ignore it; None to ignore none.
     """
     prints = _prints(element, left_out)
     rows = None if prints else num_rows(element)
@@ -30,20 +30,20 @@ def of_batch(element: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
 
 
 def of_row(row: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
-    """Returns an int64 scalar of a row of any shape, for `of_digests`."""
+    """Returns the digest of a row of any shape, an int64 scalar, for `of_digests`."""
     return _joined(_prints(row, left_out))
 
 
 def of_digests(digests: tf.Tensor) -> tf.Tensor:
-    """Returns int64 `[1]` of the rows of a batch, of which `of_row` gave int64 `[rows]`, for `above_zero`."""
+    """Returns int64 `[1]` for `above_zero`, from the digests of a batch's rows by `of_row`, int64 `[rows]`."""
     return tf.bitcast(tf.fingerprint(tf.reshape(digests, [1, -1])), tf.int64)
 
 
-# Each operation in here costs a fifth of a millisecond at the beginning of each pass, in a pipeline's function.
+# Each operation below costs a fifth of a millisecond at the beginning of each pass, in a function of a pipeline.
 
 
 def _joined(prints: list[tf.Tensor]) -> tf.Tensor:
-    """Returns an int64 scalar of uint8 tensors `[n, 8]`, of their numbers and order."""
+    """Returns one int64 scalar for uint8 tensors `[n, 8]`, which depends on their values and order."""
     if not prints:
         return tf.constant(0, tf.int64)
     every = prints[0] if len(prints) == 1 else tf.concat(prints, 0)
@@ -51,12 +51,12 @@ def _joined(prints: list[tf.Tensor]) -> tf.Tensor:
 
 
 def above_zero(total: tf.Tensor) -> tf.Tensor:
-    """Returns the number without its sign and its lowest bit, so that 0 can say that ranks do not compare."""
+    """Returns the number without its sign and with its lowest bit set, so that 0 can mean that ranks do not compare."""
     return tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(total, tf.int64.max), 1)
 
 
 def _prints(element: Any, left_out: Sequence[bool] | None) -> list[tf.Tensor]:
-    """Returns uint8 `[rows, 8]` of each component that is looked at."""
+    """Returns uint8 `[rows, 8]` for each component that is not left out."""
     components = tf.nest.flatten(element)
     left_out = [False] * len(components) if left_out is None else left_out
     compared = [c for c, left in zip(components, left_out, strict=True) if not left]
@@ -65,7 +65,7 @@ def _prints(element: Any, left_out: Sequence[bool] | None) -> list[tf.Tensor]:
 
 
 def _of_tensor(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns uint8 `[rows, 8]` of the bytes of a tensor's rows."""
+    """Returns the fingerprints of a tensor's rows, uint8 `[rows, 8]`."""
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
     if not tensor.shape.rank:
@@ -74,7 +74,7 @@ def _of_tensor(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _of_strings(strings: tf.Tensor) -> tf.Tensor:
-    """Returns uint8 `[strings, 8]`; of paths the last two names count."""
+    """Returns the fingerprints of strings, uint8 `[strings, 8]`; only the last two names of a path count."""
     if strings.shape.rank != 1:
         strings = tf.reshape(strings, [-1])
     is_path = tf.strings.length(strings) <= _PATH_BYTES  # or may be one

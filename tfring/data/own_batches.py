@@ -1,7 +1,7 @@
-"""A worker's own rows (AutoShardPolicy.OFF): each batch is as many steps as there are workers.
+"""A worker's own rows (AutoShardPolicy.OFF): each batch is split into one step per worker of the job.
 
-A batch is a global one to `tf.distribute` also where each worker has rows of its own: of B rows it takes B // workers
-a step, so that all workers together take B.
+`tf.distribute` treats batches as global even if each worker has its own rows: of a batch of B rows a worker trains
+B // workers in a step, so that all workers together train B.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tfring.data.shares import Shares
 def split_own_batches(
     dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int
 ) -> tuple[tf.data.Dataset, int]:
-    """Returns a dataset of `Shares`, and how many there are.
+    """Returns a dataset of `Shares`, and their number.
 
     Args:
-      dataset: Batches of this worker's rows. Workers may have as many as they like.
+      dataset: Batches of this worker's rows. Their number may differ between workers.
       replicas_per_worker: Replicas on each worker.
       world_size: Number of workers.
     """
@@ -49,7 +49,7 @@ def split_own_batches(
 
 
 def _number_of_steps(dataset: tf.data.Dataset, world_size: int) -> int:
-    """Returns the number of steps of all batches, where batches and rows can be counted."""
+    """Returns the number of steps of all batches, or UNKNOWN_CARDINALITY if batches or rows cannot be counted."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         return tf.data.INFINITE_CARDINALITY
     _, batch = _tf.last_steps(dataset, lambda step: step.kind in ("prefetch", "nothing", "cache", "map"))

@@ -1,4 +1,4 @@
-"""A user's `tf.data` pipeline, made again on this worker's rows, so that rows are cut before maps run.
+"""Rebuilds a user's `tf.data` pipeline on this worker's rows, so that rows are cut before maps run.
 
 ```
 source ─► map ─► shuffle ─► map ─► batch ─► prefetch                                        as the user wrote it
@@ -6,8 +6,8 @@ source ─► shuffle ─► batches ─► this worker's rows ─► map ─►
                         └─► fingerprint of all rows
 ```
 
-Where the source is slices of arrays that ranks have compared, or records of files, their numbers stand for the rows
-until a batch is cut; so too where it zips such sources. Maps of what is zipped are applied after the zip.
+If the source is slices of arrays that ranks have compared, records of files, or a zip of such sources, row numbers
+stand for the rows until a batch is cut. Maps of zipped datasets are applied after the zip.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tfring.data.rows import ReplicaRange, num_rows, slice_rows
 
 
 def own_batches(parts: Batching, replica_range: ReplicaRange) -> tf.data.Dataset:
-    """Returns a dataset of `(about, batch)`: of every batch of the user's, this worker's rows or, if `whole`, all.
+    """Returns a dataset of `(about, batch)`: this worker's rows of each of the user's batches, or all rows if `whole`.
 
-    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
+    `about` is int64 `[rows, 2]` with identical rows: the number of rows of all workers, and their fingerprint.
     """
     key = (replica_range, parts.whole, parts.arrays is not None)
-    # What chooses or orders rows does so by position alone, so it may come before the maps.
+    # The steps that select or order rows do so by position alone, so they may run before the maps.
     maps = [step for step in parts.rows if step.kind == "map"]
     dataset, batched = parts.source, _batched
     if parts.arrays is not None:
@@ -42,13 +42,13 @@ def own_batches(parts: Batching, replica_range: ReplicaRange) -> tf.data.Dataset
 
 
 def batches_of_numbers(parts: Batching) -> tf.data.Dataset:
-    """Returns the dataset of the numbers of the rows of every batch, of a pipeline that `has_numbers_alone`."""
+    """Returns the dataset of the row numbers of every batch, for a pipeline that `has_numbers_alone`."""
     dataset = _reapply(parts.rows, _numbers(parts.arrays), "numbers")
     return _reapply(parts.batches, dataset.batch(**parts.batch.arguments), "numbers")
 
 
 def _numbers(arrays: Any) -> tf.data.Dataset:
-    """Returns the dataset of the numbers of the rows of arrays or records, in the order of their source."""
+    """Returns the dataset of the row numbers of arrays or records, in the order of their source."""
     if not isinstance(arrays, Records) or arrays.in_order:
         return tf.data.Dataset.range(min(map(len, tf.nest.flatten(arrays))))
     files = _reapply(arrays.steps, tf.data.Dataset.range(len(arrays.files)), "numbers")
@@ -60,16 +60,17 @@ def _numbers(arrays: Any) -> tf.data.Dataset:
 
 
 def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: ReplicaRange) -> tf.data.Dataset:
-    """Returns `(about, batch)` of the user's batch step; below it the maps, on the rows that are wanted here.
+    """Returns the dataset of `(about, batch)` of the user's batch step; the maps below it run on this worker's rows.
 
-    Rows are cut a batch at a time and then apart again: datasets a row, as of `window`, would cost more than the rows.
+    Rows are cut a batch at a time and then unbatched: a dataset per row, as `window` makes, would cost more than the
+    rows.
     """
     size, drop_remainder = parts.batch.arguments["batch_size"], parts.batch.arguments["drop_remainder"]
     left_out = plan_of(parts.source).depends_on_randomness
     spec = rows.element_spec
     packed = not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(spec))
     if packed and maps:
-        # Rows of many shapes make no batch; one variant and a digest of each do.
+        # Rows of different shapes cannot be batched; a variant and a digest of each row can.
         @tf.autograph.experimental.do_not_convert
         def pack(*components: Any) -> tuple[tf.Tensor, tf.Tensor]:
             row = as_element(components, spec)
@@ -91,7 +92,7 @@ def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: 
             digest = fingerprint.of_batch(batch, left_out)
         about = tf.stack([total, digest])
         begin, count = tf.unstack(tf.gather(own_rows, total))
-        if not maps:  # none is needed for every row
+        if not maps:  # then `about` is not needed for every row
             return about[None], batch if parts.whole else slice_rows(batch, begin, begin + count)
         own = tf.nest.map_structure(lambda component: component[begin : begin + count], batch)
         return tf.tile(about[None], [count, 1]), own[0] if packed else own
@@ -113,7 +114,7 @@ def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: 
 def _batched_by_number(
     rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: ReplicaRange
 ) -> tf.data.Dataset:
-    """Returns what `_batched` does, where `rows` are their numbers; the fingerprint is that of these."""
+    """Returns the same as `_batched` for a dataset of row numbers; the fingerprint is that of the numbers."""
     size, drop_remainder = parts.batch.arguments["batch_size"], parts.batch.arguments["drop_remainder"]
     most, own_rows = _own_rows(rows, size, drop_remainder, parts.whole, replica_range)
 
@@ -138,10 +139,10 @@ def _batched_by_number(
 def _own_rows(
     rows: tf.data.Dataset, size: int, drop_remainder: bool, whole: bool, replica_range: ReplicaRange
 ) -> tuple[int, np.ndarray]:
-    """Returns the most rows that are drawn here of a batch; and by a batch's rows the first of them and their number.
+    """Returns the largest number of rows drawn here of a batch; and their first row and number, by the batch's rows.
 
-    One row is drawn where there is none for this worker, so that a batch is never missing; `Shares` leaves it out. Of
-    every full batch the most are drawn, at most one in excess, so a batch with fewer can only be the last.
+    One row is drawn if this worker has none, so that a batch is never missing; `Shares` leaves it out. The largest
+    number is drawn of every full batch, at most one row too many, so only the last batch can have fewer.
     """
     count = int(rows.cardinality())
     totals = np.arange((min(size, count) if count >= 0 else size) + 1, dtype=np.int64)
@@ -156,21 +157,21 @@ def _own_rows(
 
 
 def _mapped(dataset: tf.data.Dataset, maps: list[_tf.DatasetStep], most: int) -> tf.data.Dataset:
-    """Returns batches of the rows of a dataset of `(about, row)`, to which maps are applied."""
+    """Applies maps to a dataset of `(about, row)`, and returns batches of its rows."""
     for step in maps:
         dataset = _reapply_step(step, dataset)
     return dataset.batch(most)
 
 
 def _reapply(steps: list[_tf.DatasetStep], dataset: tf.data.Dataset, key: Any) -> tf.data.Dataset:
-    """Returns steps of a user's pipeline on another dataset, each made once for a key."""
+    """Applies steps of a user's pipeline to another dataset, each step once per key."""
     for step in steps:
         dataset = plan_of(step.dataset).kept(key, functools.partial(_reapply_step, step, dataset))
     return dataset
 
 
 def _reapply_step(step: _tf.DatasetStep, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a step on another dataset; a map on one of `(about, element)`."""
+    """Applies a step to another dataset; a map is applied to one of `(about, element)`."""
     arguments = step.arguments
     match step.kind:
         case "map":
@@ -189,5 +190,5 @@ def _reapply_map(function: Any, parallel: int | None, dataset: tf.data.Dataset) 
     def mapped(about: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
         return about, _tf.call_map_function(function, element)
 
-    # In order even if the user allows another: ranks hold the rows of a batch at the same time.
+    # In order even if the user allows another order: all ranks must hold rows of the same batch at the same time.
     return dataset.map(mapped, num_parallel_calls=parallel, deterministic=True if parallel else None)

@@ -5,8 +5,8 @@ source ─► map ─► shuffle ─► map ─► batch ─► prefetch        
          └────── rows ─────────┘         └─ batches ─┘        the steps of a Batching
 ```
 
-Only steps whose effect on the order and number of rows is known belong to `rows` and `batches`. All else, and what
-comes before it, is the source: every rank draws all of it.
+Only steps with a known effect on the order and number of rows belong to `rows` and `batches`. Any other step, with all
+steps before it, belongs to the source, of which every rank draws all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfring.data.records import Records, records_of
 from tfring.data.rowwise import is_rowwise
 from tfring.errors import ConfigurationError
 
-# Operations whose results depend on how often they ran before.
+# Operations with results that depend on how often they ran before.
 _KEEPS = ("PyFunc", "EagerPyFunc", "Assign", "RngReadAndSkip", "RngSkip", "StatefulUniform", "StatefulStandardNormal")
 _T = TypeVar("_T")
 _BETWEEN_ROWS = ("map", "shuffle", "prefetch", "repeat", "take", "skip", "nothing")
@@ -32,16 +32,16 @@ _BY_ROW = {("keras.src.trainers.data_adapters.tf_dataset_adapter", "class_weight
 
 
 class Batching(NamedTuple):
-    """Holds a pipeline taken apart into rows, the batch and batches, whose steps can be made again.
+    """Holds a pipeline split into the steps of rows, the batch step and the steps of batches, which can be rebuilt.
 
     Attributes:
       source: The dataset of rows.
-      rows: The steps from there to the batch.
+      rows: The steps from the source to the batch.
       batch: The step that makes batches.
       batches: The steps after it.
       whole: Whether a map of batches needs the rows of all workers.
-      arrays: Of which the source is slices, or the records that it reads, in its structure, where their numbers stand
-        for the rows; else None.
+      arrays: The arrays that the source slices, or the records that it reads, in its structure, if their numbers stand
+        for the rows; otherwise None.
     """
 
     source: tf.data.Dataset
@@ -53,18 +53,18 @@ class Batching(NamedTuple):
 
     @property
     def has_numbers_alone(self) -> bool:
-        """Returns True if numbers of slices stand for the rows of all batches: there is no map of rows or batches."""
+        """Returns True if row numbers of slices can stand for all batches: no map changes rows or batches."""
         if self.arrays is None or any(isinstance(leaf, Records) for leaf in tf.nest.flatten(self.arrays)):
             return False
         return not any(step.kind == "map" for step in (*self.rows, *self.batches))
 
 
 class InputPlan:
-    """Holds what is known of a dataset, each found out when it is first asked for.
+    """Holds what is known of a dataset. Each property is computed when it is first used.
 
     Attributes:
-      dataset: The user's.
-      is_shared: Whether `share` made it.
+      dataset: The user's dataset.
+      is_shared: Whether `share` made the dataset.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -72,7 +72,7 @@ class InputPlan:
         self._kept: dict[Any, Any] = {}
 
     def kept(self, key: Any, make: Callable[[], _T]) -> _T:
-        """Makes something of the dataset once: what a shuffle or a cache holds is there in the next epoch."""
+        """Makes a value from the dataset once per key, so that the next epoch finds what a shuffle or a cache holds."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -94,31 +94,30 @@ class InputPlan:
 
     @functools.cached_property
     def depends_on_randomness(self) -> tuple[bool, ...]:
-        """For each component whether ranks may hold other values of the same rows (`randomness.py`)."""
+        """A bool for each component, whether ranks may hold different values of the same rows (`randomness.py`)."""
         return tuple(randomness.depends_on_randomness(self.dataset))
 
     @functools.cached_property
     def is_alike_in_each_pass(self) -> bool:
-        """True if all iterators yield the same rows; those of a shuffle depend on how many were made before."""
-        kinds = {*_BETWEEN_BATCHES, "batch"} - {"shuffle"}
-        _, source = _tf.last_steps(self.dataset, lambda step: step.kind in kinds)
-        return _tf.dataset_step(source).kind == "slices"
+        """True if all iterators yield the same rows. A shuffle's depend on the number of iterators made before."""
+        alike = {*_BETWEEN_BATCHES, "batch", "slices", "zip", "records"} - {"shuffle"}
+        return {step.kind for step in self.steps} <= alike
 
     @functools.cached_property
     def keeps_between_passes(self) -> bool:
-        """True if a pass yields what depends on the draws of earlier ones; a cache keeps the order of the first."""
+        """True if a pass depends on the draws of earlier passes. A cache keeps the order of the first pass."""
         if any(step.kind == "cache" for step in self.steps):
             return True
         return any(node.op.startswith(_KEEPS) for graph in self.graphs for node in _tf.nodes_of(graph))
 
     @functools.cached_property
     def constants(self) -> tuple[bool, ...]:
-        """For each component of batches whether it is a constant beside the rows, such as the anchors of a detector.
+        """A bool for each component of batches, whether it is a constant beside the rows, such as a detector's anchors.
 
-        A component whose first dimension is known only when it is drawn has rows; one whose first dimension is static
-        is a constant, but where `drop_remainder` made it so. Where all are static and no `batch` says how many rows
-        there are, most components have them. Of batches of other sizes in one element, as of labelled and unlabelled
-        rows, the largest are the rows; each replica gets the others in full.
+        A component has rows if its first dimension is known only when it is drawn. A component with a static first
+        dimension is a constant, unless `drop_remainder` made it static. If all are static and no `batch` gives the
+        number of rows, it is the number that most components have. If an element holds batches of different sizes, such
+        as labelled and unlabelled rows, the largest are the rows; each replica gets the others in full.
         """
         counts = [_static_rows(spec) for spec in tf.nest.flatten(self.dataset.element_spec)]
         known = [count for count in counts if count is not None and count >= 0]
@@ -130,20 +129,20 @@ class InputPlan:
 
     @functools.cached_property
     def records(self) -> Records | None:
-        """The records that the dataset reads; None if it reads none, or they cannot be read by their places."""
+        """The records that the dataset reads; None if it reads none, or they cannot be read by position."""
         return records_of(_tf.dataset_step(self.dataset))
 
     @property
     def arrays(self) -> list[tf.Tensor | Records]:
-        """The arrays or records whose numbers stand for the rows, which ranks compare before."""
+        """The arrays or records whose row numbers stand for the rows. Ranks compare them first."""
         parts = self.batching(by_number=True)
         return [] if parts is None or parts.arrays is None else tf.nest.flatten(parts.arrays)
 
     def batching(self, *, by_number: bool) -> Batching | None:
-        """Returns the pipeline taken apart, or None if rows cannot be separated, or nothing is gained.
+        """Returns the split pipeline, or None if rows cannot be separated or nothing is gained.
 
         Args:
-          by_number: Whether ranks have compared the arrays of which the source may be slices.
+          by_number: Whether ranks have compared the arrays that the source may slice.
         """
         if not tf.executing_eagerly():
             return None
@@ -165,7 +164,7 @@ class InputPlan:
         maps_of_batches = [step for step in batches if step.kind == "map"]
         arrays = _arrays(source) if by_number else None
         if arrays is None:
-            while rows and rows[0].kind != "map":  # nothing is gained above the first map
+            while rows and rows[0].kind != "map":  # cutting gains nothing before the first map
                 source = rows.pop(0).dataset
             if not rows and not maps_of_batches:
                 return None
@@ -176,7 +175,7 @@ class InputPlan:
         return Batching(source, rows, batch, batches, whole, arrays)
 
     def check_share(self) -> None:
-        """Raises ConfigurationError where a step after `share` is none that a Batching knows."""
+        """Raises ConfigurationError if a step after `share` is not one that a Batching knows."""
         _, dataset = _tf.last_steps(self.dataset, lambda step: step.kind in _BETWEEN_BATCHES)
         if not plan_of(dataset).is_shared and any(plan_of(step.dataset).is_shared for step in self.steps):
             raise ConfigurationError(
@@ -187,7 +186,7 @@ class InputPlan:
 
 
 def plan_of(dataset: tf.data.Dataset) -> InputPlan:
-    """Returns the plan of a dataset, which is kept with it."""
+    """Returns the plan of a dataset, which is stored in the dataset."""
     kept = vars(dataset)
     if "_tfring_plan" not in kept:
         kept["_tfring_plan"] = InputPlan(dataset)
@@ -195,15 +194,15 @@ def plan_of(dataset: tf.data.Dataset) -> InputPlan:
 
 
 def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-    """In place of `dataset.batch(batch_size)`: maps after it run on this worker's rows alone.
+    """Replaces `dataset.batch(batch_size)`, so that maps after it run on this worker's rows alone.
 
-    A map of batches may look at all rows of its batch, so by default every rank runs it on all of them, and cuts
-    afterwards. `share` says that the maps which follow treat each row by itself. The batches are those of
-    `dataset.batch`, and without a strategy nothing else happens.
+    A map of batches may use all rows of its batch, so by default every rank runs it on all rows and slices the result.
+    `share` declares that the following maps treat each row independently. The batches are those of `dataset.batch`, and
+    without a strategy nothing else changes.
 
     Args:
-      batch_size: Rows of a batch over all workers.
-      drop_remainder: Whether to leave out a last batch of fewer rows. Defaults to `False`.
+      batch_size: Number of rows of a batch over all workers.
+      drop_remainder: Whether to drop a last batch with fewer rows. Defaults to `False`.
 
     Returns:
       A function for `dataset.apply`.
@@ -224,12 +223,12 @@ def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Da
 
 
 def as_element(components: tuple, spec: Any) -> Any:
-    """Returns the arguments a map's function was given, as the one element they are."""
+    """Returns the arguments of a map's function as the one element that they form."""
     return components if type(spec) is tuple else components[0]
 
 
 def _static_rows(spec: Any) -> int | None:
-    """Returns the first dimension, None where it is not static, -1 where there is none."""
+    """Returns the first dimension, None if it is not static, -1 if there is none."""
     shape = getattr(spec, "shape", None)
     if shape is None or shape == ():
         return -1
@@ -238,7 +237,7 @@ def _static_rows(spec: Any) -> int | None:
 
 
 def _arrays(dataset: tf.data.Dataset) -> Any:
-    """Returns the arrays of which a dataset is slices, or its records, in the structure of its rows; or None."""
+    """Returns the arrays that a dataset slices, or its records, in the structure of its rows; or None."""
     step = _tf.dataset_step(dataset)
     if step.kind == "records":
         return plan_of(dataset).records
@@ -252,7 +251,7 @@ def _arrays(dataset: tf.data.Dataset) -> Any:
 
 
 def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list[_tf.DatasetStep]]:
-    """Returns the zip of what `dataset` zips as it is before maps, and the steps of these maps, applied after it."""
+    """Returns a zip of the datasets before their maps, and the steps of these maps, applied after the zip."""
     datasets = _tf.dataset_step(dataset).arguments["datasets"]
     sources, maps = [], []
     for number, zipped in enumerate(tf.nest.flatten(datasets)):
@@ -274,7 +273,7 @@ def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list[_t
 
 
 def _mapped_component(datasets: Any, spec: Any, number: int, function: Any, *components: Any) -> Any:
-    """Returns the row of a zip, of which a map's function is applied to one component."""
+    """Returns the row of a zip, with a map's function applied to one component."""
     rows = tf.__internal__.nest.flatten_up_to(datasets, as_element(components, spec))
     rows[number] = _tf.call_map_function(function, rows[number])
     return tf.nest.pack_sequence_as(datasets, rows)
@@ -283,7 +282,7 @@ def _mapped_component(datasets: Any, spec: Any, number: int, function: Any, *com
 def _draws_in_order(step: _tf.DatasetStep) -> bool:
     """Returns True if a map draws seeded random numbers, or writes variables, row after row, for all rows.
 
-    One process does. In a parallel map the rows take their numbers as threads come: nothing is there to keep.
+    One process does so in this order. In a parallel map the order depends on threads: there is no order to keep.
     """
     if step.kind != "map" or step.arguments["num_parallel_calls"] is not None:
         return False

@@ -1,4 +1,4 @@
-"""Tells which components of a dataset random numbers reach, so that ranks compare the others."""
+"""Determines the components of a dataset that depend on random numbers, so that ranks compare only the others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import tensorflow as tf
 from tfring import _tf
 
 _RANDOM = ("Random", "TruncatedNormal", "Multinomial", "SampleDistorted", "StatefulUniform", "StatefulStandardNormal")
-_ALIKE_ON_RANKS = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but alike on every rank
+_ALIKE_ON_RANKS = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but the same on every rank
 
 
 def depends_on_randomness(dataset: tf.data.Dataset) -> list[bool]:
-    """Returns for each component whether ranks may hold other values of the same rows.
+    """Returns, for each component, whether ranks may hold different values of the same rows.
 
-    They may after a `map` that draws random numbers, calls Python or reads a variable, in those of its outputs which
-    these reach, and stay so in what keeps the components, such as `zip`, `cache`, `padded_batch`, `unbatch`. A step
-    that chooses rows by such values, such as `filter`, would choose others on each rank: after it all is compared.
+    They may after a `map` that draws random numbers, calls Python or reads a variable, in the outputs that depend on
+    these, and after later steps that keep the components, such as `zip`, `cache`, `padded_batch`, `unbatch`. A step
+    that selects rows by random values, such as `filter`, would select different rows on each rank: after it every
+    component is compared.
     """
     inputs = _tf.datasets_before(dataset)
     before = [depends_on_randomness(d) for d in inputs]
@@ -38,18 +39,18 @@ def depends_on_randomness(dataset: tf.data.Dataset) -> list[bool]:
 
 
 def _combined(before: Sequence[list[bool]], count: int) -> list[bool]:
-    """Combines what is known of a step's datasets: side by side, one after another, or otherwise."""
+    """Combines the results for a step's inputs, which are side by side, one after another, or otherwise combined."""
     joined = [reached for of in before for reached in of]
     if len(joined) == count:
         return joined
     alike = [of for of in before if len(of) == count]
-    if alike and not any(any(of) for of in before if len(of) != count):  # which may be what chooses among the others
+    if alike and not any(any(of) for of in before if len(of) != count):  # such an input may choose among the others
         return [any(of) for of in zip(*alike, strict=True)]
     return [any(joined)] * count
 
 
 def _takes_rows(graph: Any, inputs: Sequence[tf.data.Dataset]) -> bool:
-    """Returns whether a function is given the elements of a step's only input."""
+    """Returns whether a function receives the elements of a step's only input."""
     if len(inputs) != 1:
         return False
     specs = tf.nest.flatten(inputs[0].element_spec)
@@ -62,7 +63,7 @@ def _takes_rows(graph: Any, inputs: Sequence[tf.data.Dataset]) -> bool:
 
 
 def _outputs_reached(graph: Any, inputs: Sequence[bool], is_source: Callable[[str], bool]) -> list[bool]:
-    """Returns for each output of a function whether it depends on such inputs, or on an operation that is a source."""
+    """Returns, for each output of a function, whether it depends on a True input or an operation that is a source."""
     reached = {id(tensor) for tensor, is_reached in zip(graph.inputs, inputs, strict=False) if is_reached}
     library = {function.signature.name: function for function in graph.as_graph_def().library.function}
     for operation in graph.get_operations():
@@ -72,7 +73,7 @@ def _outputs_reached(graph: Any, inputs: Sequence[bool], is_source: Callable[[st
 
 
 def _has(node: Any, library: dict, is_source: Callable[[str], bool]) -> bool:
-    """Returns whether an operation is a source; one that calls functions by what is in these."""
+    """Returns whether an operation is a source; if it calls functions, whether these contain a source."""
     called = _called(node)
     if called:
         return any(_has(n, library, is_source) for name in called if name in library for n in library[name].node_def)
@@ -80,12 +81,12 @@ def _has(node: Any, library: dict, is_source: Callable[[str], bool]) -> bool:
 
 
 def _may_differ_by_rank(kind: str) -> bool:
-    """Returns whether operations of a kind may give other values on each rank."""
+    """Returns whether operations of a kind may produce different values on each rank."""
     return _tf.is_stateful(kind) and not kind.startswith(_ALIKE_ON_RANKS)
 
 
 def _is_random(kind: str) -> bool:
-    """Returns whether operations of a kind draw random numbers. Python, which makes rows in generators, does not."""
+    """Returns whether operations of a kind draw random numbers. Python functions, which feed generators, do not."""
     return kind.startswith(_RANDOM) and not kind.endswith("Dataset")
 
 

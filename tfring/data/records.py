@@ -1,4 +1,4 @@
-"""Records of TFRecord files, by number: each rank finds out once where they are and reads its own alone.
+"""Records of TFRecord files, by number: each rank indexes the files once and reads only its own records.
 
 ```
 files ─► numbers of files, in the user's order ─► numbers of records ─► … ─► this worker's ─► its records
@@ -18,16 +18,16 @@ from tfring import _tf
 from tfring.ring import library, ops
 
 _STEPS = ("shuffle", "prefetch", "repeat", "take", "skip", "nothing")  # between the names of files and the reads
-_THREADS = 16  # that look for records, each in a file
+_THREADS = 16  # that index records, each in one file
 
 
 class Records:
-    """Holds where the records of files are.
+    """Holds the positions of the records of files.
 
     Args:
-      paths: Of the files.
-      indices: Of each file int64 `[records, 3]`: where each begins, its length, the checksum of its data.
-      reads: The dataset that reads the files, whose order of them is kept.
+      paths: Paths of the files.
+      indices: int64 `[records, 3]` for each file: the position, length and data checksum of each record.
+      reads: The dataset that reads the files. Its order of the files is kept.
       steps: The steps between the names of the files and `reads`.
     """
 
@@ -56,7 +56,7 @@ class Records:
 
 
 def records_of(step: _tf.DatasetStep) -> Records | None:
-    """Returns the records that a step reads; None if it reads none, or they cannot be read by their places."""
+    """Returns the records that a step reads; None if it reads none, or they cannot be read by position."""
     if step.kind != "records" or not library.OPS.exists():
         return None
     steps, files = _tf.last_steps(step.arguments["files"], lambda step: step.kind in _STEPS)
@@ -64,18 +64,18 @@ def records_of(step: _tf.DatasetStep) -> Records | None:
     if not isinstance(names, tf.Tensor) or names.shape.rank != 1:
         return None
     paths = names.numpy().tolist()
-    if not all(map(os.path.isfile, paths)):  # those of TensorFlow's other file systems are none
+    if not all(map(os.path.isfile, paths)):  # paths of TensorFlow's other file systems are not
         return None
     try:
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             indices = list(pool.map(ops.index_records, paths))
-    except tf.errors.OpError:  # which TensorFlow raises again where it comes to that file
+    except tf.errors.OpError:  # TensorFlow raises it again when it reaches that file
         return None
     return Records(paths, indices, step.arguments["reads"], steps)
 
 
 def _described(path: bytes, index: np.ndarray) -> list[str]:
-    """Returns a description of a file, and what ranks compare: all lengths and checksums."""
+    """Returns a description of a file, and a digest of all lengths and checksums, which ranks compare."""
     name = b"/".join(path.split(b"/")[-2:]).decode(errors="replace")
     digest = xxhash.xxh3_64(index[:, 1:].tobytes()).hexdigest()
     return [f"{len(index)} records of {int(index[:, 1].sum())} bytes in {name}, digest {digest}", digest]

@@ -1,4 +1,4 @@
-"""Rows of a batch: how many there are, and cutting them."""
+"""Rows of a batch: counts and cuts them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
 def num_rows(element: Any) -> tf.Tensor | int | None:
-    """Returns the rows of a batch, the first dimension of its components; None where it has none.
+    """Returns the number of rows of a batch, the first dimension of its components; None if it has none.
 
-    Where some components say their first dimension before they are drawn and others do not, those that do are
-    constants beside the rows; where all do, most of them count rows.
+    If only some components have a static first dimension, these are constants beside the rows. If all do, the first
+    dimension that most of them have is the number of rows.
     """
     components = tf.nest.flatten(element)
     counted = next((component for component in components if _is_counted(component)), None)
@@ -25,13 +25,13 @@ def num_rows(element: Any) -> tf.Tensor | int | None:
 
 
 def has_static_rows(element: Any) -> bool:
-    """Returns True if a batch says how many rows it has before it is drawn."""
+    """Returns True if the number of rows of a batch is known before it is drawn."""
     components = tf.nest.flatten(element)
     return not any(map(_is_counted, components)) and any(static_rows(c) is not None for c in components)
 
 
 def static_rows(component: Any) -> int | None:
-    """Returns the first dimension of a component of a batch; None where it is not static, or there is none."""
+    """Returns the first dimension of a component of a batch; None if it is not static or there is none."""
     shape = getattr(component, "shape", None)
     if shape is None or isinstance(component, tf.experimental.Optional):
         return None
@@ -46,20 +46,20 @@ def _is_counted(component: Any) -> bool:
 
 
 def _count(component: Any) -> tf.Tensor:
-    """Returns the rows of a component that is counted once it is drawn."""
+    """Returns the number of rows of a component that is counted once it is drawn."""
     if isinstance(component, tf.RaggedTensor):
         return component.nrows()
     shape = component.dense_shape if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)
-    return shape[0] if shape.shape[0] is None else tf.unstack(shape)[0]  # one operation where indexing takes four
+    return shape[0] if shape.shape[0] is None else tf.unstack(shape)[0]  # one operation; indexing takes four
 
 
 def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> Any:
-    """Rows `begin` to `end` of every component: tensors, ragged and sparse tensors.
+    """Returns rows `begin` to `end` of every component: tensors, ragged and sparse tensors.
 
-    A component that has another first dimension, known before it is drawn, is a constant beside the rows: whole.
+    A component with another first dimension, known before it is drawn, is a constant beside the rows and stays full.
     """
     rows = num_rows(element)
-    # Made once for all components; indexing would make them for each.
+    # Made once for all components; indexing would make them for each one.
     limits = [tf.stack([tf.cast(n, tf.int64)]) for n in (begin, end)] if any(map(tf.is_tensor, (begin, end))) else None
     strides = tf.constant([1], tf.int64) if limits else None
 
@@ -82,10 +82,10 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
 
 
 def with_equal_rows(element: Any) -> Any:
-    """Returns the element, whose components are checked to have as many rows when it is drawn."""
+    """Returns the element, with a check that its components have equal numbers of rows when it is drawn."""
     counts = [_count(component) for component in tf.nest.flatten(element) if _is_counted(component)]
     checks = [
-        # Not `tf.debugging`: it puts each check into a branch, which is a function of its own.
+        # Not `tf.debugging`: it puts each check into a branch, which is a separate function.
         tf.raw_ops.Assert(
             condition=counts[0] == count,
             data=[
@@ -124,7 +124,7 @@ def spec_of_any_rows(spec: Any, constants: Sequence[bool]) -> Any:
 
 
 def forget_rows(element: Any, constants: Sequence[bool]) -> Any:
-    """Returns the element whose rows are counted when it is drawn, so that constants are distinguished from them.
+    """Returns the element with rows that are counted when it is drawn, which distinguishes them from constants.
 
     Args:
       element: A batch.
@@ -149,12 +149,12 @@ def with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.Spars
 
 
 def bounds(rows: Any, replica: Any, num_replicas: Any) -> tuple[Any, Any]:
-    """The first row of a replica's share and the one after its last."""
+    """Returns the first row of a replica's share and the row after its last."""
     return _begins(rows, replica, replica + 1, num_replicas)
 
 
 def _begins(rows: Any, first: Any, after: Any, num_replicas: Any) -> tuple[Any, Any]:
-    """Returns the first row of the share of replica `first`, and of that of `after`."""
+    """Returns the first row of the share of replica `first`, and that of the share of replica `after`."""
     if isinstance(rows, tf.Tensor) and isinstance(first, int):
         begin, end = tf.unstack(rows * tf.constant([first, after], rows.dtype) // num_replicas)
         return begin, end
@@ -162,21 +162,21 @@ def _begins(rows: Any, first: Any, after: Any, num_replicas: Any) -> tuple[Any, 
 
 
 class ReplicaRange(NamedTuple):
-    """Numbers the replicas of this worker among all."""
+    """The numbers of this worker's replicas among all replicas."""
 
     first: int
     replicas: int
     num_replicas: int
 
     def bounds(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the first row of this worker's and the one after its last."""
+        """Returns the first of this worker's rows and the row after its last."""
         return _begins(rows, self.first, self.first + self.replicas, self.num_replicas)
 
 
 def cut_rows(element: Any, cuts: Sequence[tuple[Any, Any]]) -> tuple[tuple, tuple[tf.Tensor, ...]]:
-    """Returns `(parts, rows)`: what lies in each cut `(begin, end)` of a batch, and how many rows that are.
+    """Returns `(parts, rows)`: the part of a batch in each cut `(begin, end)`, and its number of rows.
 
-    A part has one row at least: where a cut has none, a real row from beside it, which `rows` does not count.
+    A part has at least one row: if the cut has none, a real row next to it, which `rows` does not count.
     """
     total = num_rows(element)
     assert total is not None, "what is cut has rows"
@@ -196,10 +196,10 @@ def split_rows(element: Any, num_parts: int) -> list:
 
 
 def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
-    """`(element, has_rows)`: a batch without rows gets one of zeros, for what cannot work on none.
+    """Adds a row of zeros to a batch without rows, for operations that need at least one.
 
-    Convolutions of oneDNN and shapes with a -1 beside `tf.shape(x)[0]` fail where there are no rows. What a step makes
-    of the row must not count: gradients, state, metrics and logs see to that by `Step.active`.
+    Convolutions of oneDNN, and shapes with a -1 beside `tf.shape(x)[0]`, fail without rows. The results of this row
+    must not count: gradients, state, metrics and logs ensure this by `Step.active`.
 
     Returns:
       The element, of the same structure, and a bool scalar tensor, or None if the number of rows is unknown.
@@ -216,13 +216,13 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
         has_rows, lambda: [components[i] for i in places], lambda: [_with_a_row(components[i]) for i in places]
     )
     for i, component in zip(places, filled, strict=True):
-        is_sparse = isinstance(component, tf.SparseTensor)  # of which a branch forgets the static shape
+        is_sparse = isinstance(component, tf.SparseTensor)  # a branch loses its static shape
         components[i] = with_inner_shape(component, components[i].shape) if is_sparse else component
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 
 def with_open_rows(element: Any) -> Any:
-    """Returns a batch whose static number of rows is open in the graph that is built with it."""
+    """Returns a batch whose static number of rows is unknown in the graph that is built with it."""
     rows = num_rows(element)
 
     def opened(component: Any) -> Any:
@@ -242,14 +242,14 @@ def _has_rows_to_give(component: Any) -> bool:
 
 
 def _with_a_row(component: Any) -> Any:
-    """Returns a component that has a row of zeros where it is empty; a constant beside the rows stays whole."""
+    """Returns a component with a row of zeros if it is empty; a constant beside the rows is unchanged."""
     if isinstance(component, tf.RaggedTensor):  # a row without values
         splits = tf.zeros([2], component.row_splits.dtype)
         return tf.RaggedTensor.from_row_splits(component.values, splits, validate=False)
     if isinstance(component, tf.SparseTensor):
         shape = tf.concat([[1], component.dense_shape[1:]], 0)
         return tf.SparseTensor(component.indices, component.values, shape)
-    # Padded by what each dimension lacks of one: a branch for each component would be traced as two functions.
+    # Pads dimensions of size 0 to 1: a branch for each component would be traced as two functions.
     missing = tf.cast(tf.equal(tf.shape(component), 0), tf.int32)
     if component.shape.rank is None:
         paddings = tf.stack([tf.zeros_like(missing), missing], axis=1)

@@ -1,14 +1,14 @@
-"""Tells whether a map of batches treats each row by itself, from the graph of its function.
+"""Determines whether a map of batches treats each row independently, from the graph of its function.
 
 ```
 images [rows, h, w, 3] ─► Cast ─► Mul ─► AddV2 ─► rows      each row of the output is made from that row of the input
                      1/255 ───────┘        │
-                    offset [3] ────────────┘                 what is the same for all rows
+                    offset [3] ────────────┘                 values that are the same for all rows
 labels [rows] ────────────────────────────────► rows
 ```
 
-Each tensor is rows, alike for all rows, or neither. Only operations that are known here make rows of rows, so a
-function that computes the mean of a batch, shuffles it, or calls what is not known is one of whole batches.
+Each tensor is rows, alike for all rows, or neither. Only operations that are known here turn rows into rows, so a
+function that computes the mean of a batch, shuffles it, or calls an unknown operation needs whole batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BROADCAST = {
     "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mod", "Mul", "MulNoNan",
     "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub", "TruncateDiv", "TruncateMod",
 }  # fmt: skip
-_OF_IMAGES = {  # of the first input [rows, height, width, channels]
+_OF_IMAGES = {  # the first input is [rows, height, width, channels]
     "AdjustContrastv2", "AdjustHue", "AdjustSaturation", "HSVToRGB", "RGBToHSV", "ResizeArea", "ResizeBicubic",
     "ResizeBilinear", "ResizeNearestNeighbor",
 }  # fmt: skip
@@ -42,9 +42,9 @@ def is_rowwise(function: Any, element_spec: Any) -> bool:
     """Returns True if each row of a map's outputs is made from that row of its inputs alone.
 
     Args:
-      function: Of the map, as TensorFlow traced it.
-      element_spec: Of what it is given, dense tensors whose first dimension counts rows. Where that is static
-        (`drop_remainder`), the function was traced for that number and takes no other.
+      function: The function of the map, as TensorFlow traced it.
+      element_spec: Spec of its arguments: dense tensors whose first dimension counts rows. If that is static
+        (`drop_remainder`), the function was traced for that number of rows and accepts no other.
     """
     specs = tf.nest.flatten(element_spec)
     if not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None for spec in specs):
@@ -69,7 +69,7 @@ def is_rowwise(function: Any, element_spec: Any) -> bool:
 
 
 def _makes_rows(operation: tf.Operation, rows: set[int], alike: set[int]) -> bool:
-    """Returns True if the outputs of an operation, some of whose inputs are rows, are rows."""
+    """Returns True if the outputs of an operation are rows, given that some of its inputs are."""
     inputs = list(operation.inputs)
     is_rows = [id(tensor) in rows for tensor in inputs]
     if not all(of_rows or id(tensor) in alike for tensor, of_rows in zip(inputs, is_rows, strict=True)):
@@ -81,7 +81,7 @@ def _makes_rows(operation: tf.Operation, rows: set[int], alike: set[int]) -> boo
         return True
     if kind in _BROADCAST:
         return _are_broadcast(inputs, is_rows)
-    if kind in ("LookupTableFindV2", "GatherV2"):  # of a table that is alike, by ids that are rows
+    if kind in ("LookupTableFindV2", "GatherV2"):  # the table is alike for all rows, the ids are rows
         is_table = not is_rows[0] and is_rows[1] and not any(is_rows[2:])
         return is_table and (kind != "GatherV2" or (_value(inputs[2]) == 0 and operation.get_attr("batch_dims") == 0))
     if not is_rows[0] or rank is None:
@@ -106,7 +106,7 @@ def _makes_rows(operation: tf.Operation, rows: set[int], alike: set[int]) -> boo
             return _keeps_rows(first, others[0])
         case "DecodeRaw":
             return rank == 1
-        case "ParseExampleV2":  # what is not dense has no rows
+        case "ParseExampleV2":  # outputs that are not dense have no rows
             is_dense = operation.get_attr("num_sparse") == 0 and not operation.get_attr("ragged_value_types")
             return is_dense and rank == 1
         case "MatMul":
@@ -128,7 +128,7 @@ def _value(tensor: tf.Tensor) -> Any:
 
 
 def _avoids_rows(axes: tf.Tensor, rank: int) -> bool:
-    """Returns True if static axes are there, and none is that of the rows."""
+    """Returns True if there are axes, all of them static, and none is that of the rows."""
     values = _value(axes)
     if values is None:
         return False
@@ -137,14 +137,14 @@ def _avoids_rows(axes: tf.Tensor, rank: int) -> bool:
 
 
 def _are_broadcast(inputs: list[tf.Tensor], is_rows: list[bool]) -> bool:
-    """Returns True if tensors are broadcast so that each row meets itself, or what is alike for all rows."""
+    """Returns True if broadcasting combines each row only with itself, or with values that are alike for all rows."""
     ranks = [tensor.shape.rank for tensor in inputs]
     if None in ranks:
         return False
     rank = max(r for r, of_rows in zip(ranks, is_rows, strict=True) if of_rows)
     for tensor, of_rows in zip(inputs, is_rows, strict=True):
         is_whole = tensor.shape.rank == rank
-        if of_rows and not is_whole:  # its rows would meet columns of another
+        if of_rows and not is_whole:  # its rows would be combined with columns of another
             return False
         if not of_rows and (tensor.shape.rank > rank or (is_whole and tensor.shape[0] != 1)):
             return False
@@ -152,7 +152,7 @@ def _are_broadcast(inputs: list[tf.Tensor], is_rows: list[bool]) -> bool:
 
 
 def _keeps_rows(tensor: tf.Tensor, shape: tf.Tensor) -> bool:
-    """Returns True if a static shape `[-1, ...]` has the items of a row after its first dimension."""
+    """Returns True if a static shape `[-1, ...]` has the number of elements of a row after its first dimension."""
     sizes = _value(shape)
     of_row = tensor.shape[1:].num_elements()
     if sizes is None or of_row is None or sizes.size == 0 or sizes[0] != -1:

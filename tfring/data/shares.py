@@ -24,13 +24,13 @@ from tfring.data.rows import (
 
 
 class Shares(NamedTuple):
-    """One worker's shares of a global batch, one a replica, as Keras' steps take them.
+    """One worker's shares of a global batch, one per replica: the input of Keras' steps.
 
     Attributes:
-      parts: An element a replica. Where a replica has no rows, a row of another's.
-      rows: int64 scalars, how many rows of each part are the replica's.
-      fingerprint: int64 scalar of the full batch, above 0, by which ranks are found out that drew another; where rows
-        were cut before maps, of what they were made from. 0 where each rank has rows of its own.
+      parts: An element for each replica. It has one row of another replica if a replica has no rows.
+      rows: int64 scalars, the number of rows of each part that belong to the replica.
+      fingerprint: int64 scalar of the full batch, above 0, which detects ranks that drew another batch. If rows were
+        cut before maps, it is that of the rows before the maps. 0 if each rank has its own rows.
     """
 
     parts: tuple
@@ -44,9 +44,9 @@ class Cut(NamedTuple):
     Attributes:
       replica_range: The replicas of this worker.
       constants: A bool for each component of a batch, whether it is a constant beside the rows.
-      compare: Whether a fingerprint of the batch is taken here.
+      compare: Whether to compute a fingerprint of the batch here.
       left_out: A bool for each component, whether the fingerprint leaves it out; None if none is left out.
-      is_beside: Whether what all ranks hold of a batch is beside it, as `pipeline.own_batches` has it.
+      is_beside: Whether elements are `(about, batch)`, as `pipeline.own_batches` returns them.
       is_full: Whether the batch has the rows of all workers.
     """
 
@@ -61,13 +61,13 @@ class Cut(NamedTuple):
         """Returns the shares in an element.
 
         Args:
-          element: Of the `WorkerDataset` dataset, with tensors of a graph.
-          is_drawn: bool scalar, False where zeros stand for an element at the end of the data: it has no rows.
+          element: An element of the dataset of the `WorkerDataset`, with tensors of a graph.
+          is_drawn: bool scalar, False if zeros replace the element at the end of the data: it then has no rows.
         """
         first: Any = 0
         if self.is_beside:
             about, batch = element
-            total, digest = tf.unstack(tf.reduce_sum(about[:1], 0))  # zeros where there is none
+            total, digest = tf.unstack(tf.reduce_sum(about[:1], 0))  # zeros if there is none
             digest = fingerprint.above_zero(digest)
             if self.is_full:
                 total = None  # maps of the whole batch may have changed it
@@ -89,14 +89,14 @@ class Cut(NamedTuple):
 
 
 class GatherRows(NamedTuple):
-    """Makes `Shares` of `(indices, arrays)`: gathers the rows of each replica. Hashable, as `Cut`.
+    """Makes `Shares` of `(indices, arrays)` by gathering the rows of each replica. Hashable, like `Cut`.
 
-    Ranks have compared the arrays, all of them; so the fingerprint is that of the indices.
+    Ranks have compared all of the arrays, so the fingerprint is that of the indices.
 
     Attributes:
       replica_range: The replicas of this worker.
-      constants: As of `Cut`; there are none.
-      take: `take(arrays, indices)`, rows of the arrays; hashable.
+      constants: See `Cut`. There are none.
+      take: `take(arrays, indices)` returns rows of the arrays. Hashable.
     """
 
     replica_range: ReplicaRange
@@ -107,35 +107,35 @@ class GatherRows(NamedTuple):
         """Returns the shares in an element.
 
         Args:
-          element: int64 `[n]`, the rows of a batch, -1 after the last; and the arrays, in any structure. At the end of
-            the data there are no indices.
-          is_drawn: As of `Cut`.
+          element: int64 `[n]`, the row indices of a batch, -1 after the last; and the arrays, in any structure. At the
+            end of the data there are no indices.
+          is_drawn: See `Cut`.
         """
         indices, arrays = element
         parts, rows = [], []
-        with tf.device("CPU:0"):  # where the arrays are
+        with tf.device("CPU:0"):  # the arrays are there
             total = tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
             digest = fingerprint.above_zero(tf.squeeze(fingerprint.of_digests(indices), 0))
             for replica in range(self.replica_range.first, self.replica_range.first + self.replica_range.replicas):
                 begin, end = bounds(total, replica, self.replica_range.num_replicas)
                 rows.append(end - begin)
-                begin = tf.minimum(begin, total - 1)  # a row of another's where there is none
+                begin = tf.minimum(begin, total - 1)  # a row of another replica if there is none
                 parts.append(self.take(arrays, indices[begin : tf.maximum(end, begin + 1)]))
-        if is_drawn is not True:  # of an iterator whose spec has static sizes, zeros stand for indices, too
+        if is_drawn is not True:  # if an iterator's spec has static sizes, zeros replace indices too
             rows = [tf.where(is_drawn, count, 0) for count in rows]
             digest = tf.where(is_drawn, digest, 0)
         return Shares(tuple(parts), tuple(rows), digest)
 
 
 class WorkerDataset(NamedTuple):
-    """A dataset as a worker draws it, and what makes shares of its elements.
+    """A dataset as a worker draws it, and the object that makes shares of its elements.
 
     Attributes:
-      dataset: The user's batches; or this worker's rows of each, with what all ranks hold of it beside them; or the
-        numbers of its rows, with the arrays beside them.
+      dataset: One of three datasets: the user's batches; this worker's rows of each batch, with the values common to
+        all ranks (`about`) beside them; or the row numbers of each batch, with the arrays beside them.
       cut: Makes `Shares` of an element.
-      spec: Of the batches.
-      next_pass: Returns the dataset of each iterator after the first; None where `dataset` serves all.
+      spec: The spec of the batches.
+      next_pass: Returns the dataset of each iterator after the first. None if `dataset` serves all iterators.
     """
 
     dataset: tf.data.Dataset
@@ -144,7 +144,7 @@ class WorkerDataset(NamedTuple):
     next_pass: Callable[[], tf.data.Dataset] | None = None
 
     def element_spec(self) -> Any:
-        """Returns the spec of the elements, with any number of rows, so that steps are traced once for all."""
+        """Returns the spec of the elements, with any number of rows, so that steps are traced only once."""
         if isinstance(self.cut, GatherRows):
             return spec_of_any_rows(self.dataset.element_spec, _no_constants(self.dataset.element_spec))
         batch = spec_of_any_rows(self.spec, self.cut.constants)
@@ -177,22 +177,22 @@ def worker_dataset(
     compare: bool | None = None,
     by_number: bool = False,
 ) -> WorkerDataset:
-    """Returns what one worker draws of a dataset of global batches.
+    """Returns the dataset that one worker draws, from a dataset of global batches.
 
     Args:
-      dataset: Of global batches; every component's first dimension counts rows. A batch may have fewer rows than
-        there are replicas: some then get 0 rows. Of `ArrayBatches` nothing is compared but the order.
-      rank: Of this worker.
-      replicas_per_worker: Replicas on each worker.
+      dataset: A dataset of global batches. The first dimension of every component counts rows. A batch may have fewer
+        rows than there are replicas: some replicas then get 0 rows. For `ArrayBatches` only the order is compared.
+      rank: Rank of this worker.
+      replicas_per_worker: Number of replicas on each worker.
       world_size: Number of workers.
-      compare: Whether other workers draw the same batches, which are compared by their fingerprints. Defaults to
-        whether there are several.
-      by_number: Whether workers have compared `plan_of(dataset).arrays`, whose numbers then stand for the rows.
+      compare: Whether other workers draw the same batches, to be compared by their fingerprints. Defaults to True if
+        there are several workers, otherwise to False.
+      by_number: Whether workers have compared `plan_of(dataset).arrays`, whose row numbers then stand for the rows.
         Defaults to False.
 
     Raises:
       ValueError: If an element has a component without a first dimension.
-      ConfigurationError: If `share` made the batches and what follows cannot be done on this worker's rows alone.
+      ConfigurationError: If `share` made the batches and a step after it cannot run on this worker's rows alone.
     """
     num_replicas = replicas_per_worker * world_size
     replica_range = ReplicaRange(rank * replicas_per_worker, replicas_per_worker, num_replicas)
@@ -214,21 +214,21 @@ def worker_dataset(
         cut = GatherRows(replica_range, _no_constants(dataset.element_spec), rows_of_tensors)
         return WorkerDataset(beside(parts.arrays, numbers), cut, dataset.element_spec)
     own = pipeline.own_batches(parts, replica_range).with_options(dataset.options())
-    own._tfring_dataset = dataset  # whatever its functions hold has to live as long
+    own._tfring_dataset = dataset  # all that its functions refer to has to live as long
     return WorkerDataset(own, Cut(replica_range, plan.constants, False, None, True, parts.whole), dataset.element_spec)
 
 
 def single_shares(
     dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int
 ) -> tf.data.Dataset:
-    """Returns a dataset of single shares, for `tf.distribute`'s own iterators: an element a replica of each batch."""
+    """Returns a dataset of single shares for `tf.distribute`'s own iterators: one element per replica of each batch."""
     if replicas_per_worker * world_size == 1:
         return dataset
     drawn = worker_dataset(dataset, rank, replicas_per_worker, world_size)
     shares = drawn.shares().prefetch(2)
 
     def own(part: Any, rows: tf.Tensor) -> Any:
-        # Without a row that does not count; elements of one dataset may have different rows.
+        # Drops the row that does not count; elements of one dataset may have different numbers of rows.
         return slice_rows(forget_rows(part, drawn.cut.constants), 0, rows)
 
     if replicas_per_worker == 1:

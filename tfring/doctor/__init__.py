@@ -1,1 +1,1 @@
-"""`tfring doctor`: can this cluster train? Looks at every host and every way between ranks. Imports no TensorFlow."""
+"""`tfring doctor`: can this cluster train? Checks every host and every connection. Does not import TensorFlow."""

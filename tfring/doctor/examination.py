@@ -8,7 +8,7 @@
        │ ring, pair ──────────────────────────► │     if all is well so far: the ring itself, then neighbours alone
        │ end ─────────────────────────────────► │     after the report
 
-All through the sockets where the ring would listen, and the same listener. Every wait ends.
+All of this uses the sockets on which the ring would listen, and the same listener. Every wait ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 25.0  # for facts, with names that do not resolve
 _CLOCK_SECONDS = 20.0
 _RING_SECONDS = 20.0  # to form, and for each collective
 _MARGIN_SECONDS = 10.0
-_MOST_LINES = 20  # of what was printed, in the report
+_MOST_LINES = 20  # of output, in the report
 _LINGER_SECONDS = 3.0  # so that a launcher learns of rank 0's end first
 
 _RANKS = wire.list_of(wire.integer(0, handshake.MAX_RANKS), handshake.MAX_RANKS)
@@ -55,17 +55,17 @@ Answer = dict[str, Any]
 
 
 def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_ready_code: int = 1) -> int:
-    """Takes this process's part in the examination of its cluster; rank 0 prints the report.
+    """Runs this process's part of the examination of its cluster. Rank 0 prints the report.
 
     Args:
-      seconds: How long ranks wait for each other.
-      as_json: Whether the report is one JSON document.
-      not_ready_code: What rank 0 returns where the report says that the cluster cannot train.
+      seconds: Time that ranks wait for each other, in seconds.
+      as_json: Whether to print the report as one JSON document.
+      not_ready_code: Exit code of rank 0 if the report says that the cluster cannot train.
 
     Returns:
-      The exit code; of another rank than 0 it is 0 if it could answer to the end.
+      The exit code. On a rank other than 0 it is 0 if the rank could answer to the end.
     """
-    os.environ["TFRING_CONNECT_TIMEOUT_SECONDS"] = str(seconds)  # where ranks meet to tell addresses
+    os.environ["TFRING_CONNECT_TIMEOUT_SECONDS"] = str(seconds)  # for ranks that exchange addresses
     rank = 0
     try:
         roles = Roles.of()
@@ -92,7 +92,7 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
 
 
 def not_started(code: int, printed: str, *, over_ssh: bool, as_json: bool) -> int:
-    """Reports that the launcher could not bring doctors to every place, or keep them there, with what was printed."""
+    """Reports, with the output, that the launcher could not start a doctor for every rank, or keep it running."""
     lines = [f"  {line}" for line in printed.splitlines()[-_MOST_LINES:] if line.strip()]
     problem = f"The doctor did not start for every rank, or ended before the report (exit code {code})"
     reason = "\n".join([f"{problem}:", *lines] if lines else [f"{problem}."])
@@ -128,7 +128,7 @@ def _complain(rank: int, text: str) -> int:
 
 
 def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
-    """Answers a request at a rank."""
+    """Answers a request on a rank."""
     try:
         if request["do"] == "facts":
             return host.facts(cluster)
@@ -140,7 +140,7 @@ def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
         if request["do"] == "ring":
             return links.measure_ring(cluster, _RING_SECONDS)
         return links.measure_pair(cluster, request["ranks"], _RING_SECONDS)
-    except Exception as error:  # whatever it is, it goes into the report
+    except Exception as error:  # any error goes into the report
         return {"problem": str(error) or type(error).__name__}
 
 
@@ -158,7 +158,7 @@ def _dial(cluster: Cluster, rank: int) -> wire.Channel:
 
 
 def _take(listener: Listener, cluster: Cluster, rank: int) -> Connection | None:
-    """A doctor that this rank has sent here, if one comes soon."""
+    """Returns the connection of the doctor of a rank, if one arrives soon."""
     wanted = (handshake.job_id(cluster.addresses), rank)
     return listener.take(
         lambda it: it.kind == "doctor" and (it.hello["job"], it.hello["rank"]) == wanted, _PAUSE_SECONDS
@@ -172,7 +172,7 @@ def _object(answer: Any) -> Answer:
 
 
 class _Asking:
-    """Asks, on rank 0."""
+    """Asks the other ranks, on rank 0."""
 
     def __init__(self, cluster: Cluster, listener: Listener, seconds: float, num_servers: int) -> None:
         self._cluster = cluster
@@ -182,7 +182,7 @@ class _Asking:
         self._connections: dict[int, wire.Channel] = {}
 
     def close(self) -> None:
-        """Tells the others to end."""
+        """Tells the other ranks to end."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.deadline = time.monotonic() + _PAUSE_SECONDS
@@ -223,7 +223,7 @@ class _Asking:
         return found
 
     def _reach(self, rank: int, deadline: float) -> Answer | None:
-        """Returns the facts of a rank that connects to this one, or this one to it, before `deadline`."""
+        """Returns the facts of a rank, if it connects to this rank, or this rank to it, before `deadline`."""
         while time.monotonic() < deadline:
             taken = _take(self._listener, self._cluster, rank)
             try:
@@ -243,11 +243,11 @@ class _Asking:
     def _clock(self, rank: int) -> dict[str, float] | None:
         try:
             return links.clock_offset(lambda: self._ask(rank, {"do": "clock"}, links.PROBE_SECONDS)["time"])
-        except KeyError:  # it is gone; the next question reports it
+        except KeyError:  # it is gone; the next request reports it
             return None
 
     def _neighbours(self) -> list[dict[str, Any]]:
-        """Pairs that share no rank at once, so three rounds at most; each alone on its ranks."""
+        """Measures pairs without a common rank at the same time: at most three rounds. Each is alone on its ranks."""
         size = self._cluster.world_size
         pairs = [[rank, (rank + 1) % size] for rank in range(size if size > 2 else 1)]
         odd = pairs[-1:] if size % 2 and size > 1 else []
@@ -277,7 +277,7 @@ class _Asking:
             connection.deadline = time.monotonic() + seconds
             connection.send("ask", do=request["do"], ranks=request.get("ranks", []))
             answer = connection.receive(_ANSWERS)
-            # A process of another job, or of this one that does not know yet which it is of.
+            # A process of another job, or a process of this job that does not know its job yet.
             return {"problem": answer.fields["why"]} if answer.kind == "refused" else _object(answer.fields["of"])
         except TimeoutError:
             return {"problem": f"no answer within {seconds:g} s"}
@@ -289,7 +289,7 @@ class _Asking:
 
 
 class _Answering:
-    """The part of every other rank: answers on whatever connection there is to rank 0, until rank 0 ends it."""
+    """The part of every other rank: answers on any connection to rank 0, until rank 0 ends the examination."""
 
     def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:
         self._cluster = cluster
@@ -311,13 +311,13 @@ class _Answering:
                 where = self._cluster.addresses[0]
                 text = f"looked for rank 0 at {where} for {patience:g} s, and the examination never began: {self._why}."
                 return _complain(self._cluster.rank, text)
-            # While others answer, or are waited for.
+            # While other ranks answer, or rank 0 waits for them.
             if heard_at is not None and time.monotonic() > heard_at + patience + 4 * _RING_SECONDS + _ANSWER_SECONDS:
                 return _complain(self._cluster.rank, "rank 0 stopped asking before the end.")
         return _complain(self._cluster.rank, self._lost) if self._lost else 0
 
     def _connect_to_rank_0(self) -> None:
-        """Connects to rank 0 and serves it, again where a connection fails, until one has served."""
+        """Connects to rank 0 and serves it. Repeats this if a connection fails, until one has served."""
         while not self._ended.is_set():
             try:
                 with _dial(self._cluster, 0) as connection:

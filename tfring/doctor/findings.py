@@ -1,4 +1,4 @@
-"""From what was found to what it means: problems, which keep a cluster from training, and warnings, which do not."""
+"""Interprets the results: problems, which keep a cluster from training, and warnings, which do not."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Finding(NamedTuple):
 
 
 def without_cluster(facts: dict[str, Any] | None, problem: str) -> dict[str, Any]:
-    """Returns the results where no cluster could be found; `facts` of this process, if they matter.
+    """Returns the results if no cluster could be found, with the `facts` of this process, if they matter.
 
-    Of a problem of several lines, those after an empty one say what to do; else those after the first.
+    If a problem has several lines, those after an empty line say what to do, or otherwise those after the first line.
     """
     return {
         "source": None,
@@ -69,7 +69,7 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def warnings(found: dict[str, Any]) -> Iterator[Finding]:
-    """Yields what is odd, slow or likely to hurt later."""
+    """Yields findings about what is odd, slow or likely to cause trouble later."""
     facts = found["facts"]
     yield from _of_python(facts)
     yield from _of_memory(found)
@@ -79,7 +79,7 @@ def warnings(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def hosts_of(facts: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
-    """The ranks of each host, in the order of their first ranks."""
+    """Returns the ranks of each host, in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in sorted(facts.items()):
         hosts.setdefault(fact["host"], []).append(rank)
@@ -87,7 +87,7 @@ def hosts_of(facts: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def cpus_of(facts: Sequence[dict[str, Any]]) -> int:
-    """CPUs that ranks of one host have together, each its own or all the same.
+    """Returns the number of CPUs that ranks of one host have together, each its own or all the same.
 
     >>> cpus_of([{"cpus": 1, "cpu_ids": [0]}, {"cpus": 1, "cpu_ids": [1]}])
     2
@@ -99,7 +99,7 @@ def cpus_of(facts: Sequence[dict[str, Any]]) -> int:
 
 
 def used_interface(found: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Returns the interface by which a rank reaches the next; None if it is not known."""
+    """Returns the interface through which a rank reaches the next, or None if it is not known."""
     following = (rank + 1) % found["world_size"] if found["world_size"] else rank
     local = found.get("connections", {}).get(rank, {}).get(following, {}).get("local", "").removeprefix("::ffff:")
     every = found["facts"][rank]["interfaces"]
@@ -109,7 +109,7 @@ def used_interface(found: dict[str, Any], rank: int) -> dict[str, Any] | None:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Ranks as a person says them.
+    """Returns ranks in words.
 
     >>> ranks_in_words([3]), ranks_in_words([0, 1]), ranks_in_words([0, 1, 2, 5, 7])
     ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7')
@@ -129,7 +129,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def counted(ranks: Sequence[int], num_workers: int) -> str:
-    """Returns how many ranks have which role.
+    """Returns the number of ranks with each role.
 
     >>> counted([0, 1], 2), counted([1, 2, 3], 2)
     ('2 workers', '1 worker and 2 parameter servers')
@@ -140,7 +140,7 @@ def counted(ranks: Sequence[int], num_workers: int) -> str:
 
 
 def named(ranks: Sequence[int], found: dict[str, Any]) -> str:
-    """Returns ranks as a person says them, with the numbers of those that are parameter servers.
+    """Returns ranks in words, with the numbers of those that are parameter servers.
 
     >>> named([1, 2], {"world_size": 4, "num_servers": 2})
     'ranks 1 and 2 (rank 2 is parameter server 0)'
@@ -233,12 +233,12 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
-    """One for each pair of hosts and each thing that went wrong between them, however many ranks they have."""
+    """Yields one finding for each pair of hosts and each kind of failure between them, for any number of ranks."""
     facts, addresses = found["facts"], found["addresses"]
     pairs: dict[tuple[str, str, str], list[tuple[int, int]]] = collections.defaultdict(list)
     for rank, row in found.get("connections", {}).items():
         for other, attempt in row.items():
-            # Of names, and of ranks that never came, the other findings tell.
+            # Names, and ranks that never came, are reported by the other findings.
             if other in facts and attempt["kind"] not in (links.CONNECTED, links.UNRESOLVED):
                 pairs[attempt["kind"], facts[rank]["host"], facts[other]["host"]].append((rank, other))
     for (kind, here, there), failed in pairs.items():
@@ -258,7 +258,7 @@ def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
-    """Why a connection failed, and what to do."""
+    """Returns why a connection failed, and what to do."""
     words = f" ({detail})" if detail else ""
     named = source in _GIVEN_ADDRESSES
     ports = f"write ports that are open in {source}." if named else f"name ports that are open:\n  {_OPEN_PORTS}"
@@ -384,7 +384,7 @@ def _on(ranks: Sequence[int], facts: dict[int, dict[str, Any]], *, capital: bool
 
 
 def _name(facts: dict[int, dict[str, Any]], found: dict[str, Any], rank: int) -> str:
-    """The host of a rank, by its own name and what others call it."""
+    """Returns the host of a rank, by its own name and the name that others use."""
     own, others = facts[rank]["hostname"], parse_address(found["addresses"][rank]).host
     return own if own == others else f"{own} ({others})"
 

@@ -29,7 +29,7 @@ _MAX_INTERFACES = 64
 
 
 def facts(cluster: Cluster) -> dict[str, Any]:
-    """Returns the facts that rank 0 requests of every rank; fit for JSON."""
+    """Returns the facts that rank 0 requests from every rank, in a form that JSON can encode."""
     return {
         "rank": cluster.rank,
         "source": cluster.source,
@@ -52,7 +52,7 @@ def facts(cluster: Cluster) -> dict[str, Any]:
 
 
 def tensorflow_version() -> str | None:
-    """From what pip noted down, for importing TensorFlow takes seconds; None where there is none."""
+    """Returns TensorFlow's version, None if it is missing. Uses pip's metadata, because an import takes seconds."""
     if importlib.util.find_spec("tensorflow") is None:
         return None
     for name in _NAMES:
@@ -63,7 +63,7 @@ def tensorflow_version() -> str | None:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Names and addresses of this host's interfaces, with their speed (None if unknown) and MTU.
+    """Returns the names and addresses of this host's interfaces, with their speed (None if unknown) and MTU.
 
     >>> [each["mtu"] > 0 for each in interfaces() if each["name"] == "lo"][:1]
     [True]
@@ -84,7 +84,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def unresolved(cluster: Cluster) -> dict[str, str]:
-    """The host names among the cluster's addresses that this host does not know, and what it says of them.
+    """Returns the host names among the cluster's addresses that this host cannot resolve, with its error messages.
 
     >>> sorted(unresolved(Cluster.from_hosts(["127.0.0.1:1", "nowhere.invalid:1"], rank=0)))
     ['nowhere.invalid']
@@ -109,7 +109,7 @@ def _library() -> dict[str, Any]:
         library.core()
     except TfringError as error:
         problem = str(error)
-    except (OSError, AttributeError) as error:  # a library, but another one
+    except (OSError, AttributeError) as error:  # a library, but a different one
         problem = f"The compiled ring cannot be used: {error}. Install tfring again on this machine."
     if problem is None and not library.OPS.exists():
         problem = f"The ring's ops for TensorFlow are missing ({library.OPS}). Install tfring again."
@@ -117,7 +117,7 @@ def _library() -> dict[str, Any]:
 
 
 def _shared_memory(cluster: Cluster) -> dict[str, Any]:
-    """The ring's shared memory has no name, so /dev/shm may be as small as it likes; the kernel has to give it."""
+    """Returns facts about shared memory. The ring's has no name: /dev/shm may be small, the kernel has to give it."""
     problem = None
     try:
         mailbox.Mailbox().close()
@@ -138,7 +138,7 @@ def _shared_memory(cluster: Cluster) -> dict[str, Any]:
 
 
 def _links_within_host(cluster: Cluster) -> int:
-    """Returns the number of ranks of its host with which a rank exchanges data, each through a mailbox."""
+    """Returns the number of ranks on its own host with which a rank exchanges data, each through a mailbox."""
     hosts = [parse_address(address).host for address in cluster.addresses]
     if not hosts:
         return 0
@@ -147,7 +147,7 @@ def _links_within_host(cluster: Cluster) -> int:
 
 
 def _keras_backend() -> str | None:
-    """Returns the backend of the variable or else of Keras' own file; None without either, which is TensorFlow."""
+    """Returns the backend of the variable, or of Keras' own file. None without either, which means TensorFlow."""
     if os.environ.get("KERAS_BACKEND"):
         return os.environ["KERAS_BACKEND"]
     folder = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")

@@ -14,22 +14,22 @@ from tfring.cluster import Cluster
 from tfring.doctor.parallel import in_parallel
 from tfring.transport import dial, handshake
 
-PROBE_SECONDS = 3.0  # within it the kernel has asked a second time
+PROBE_SECONDS = 3.0  # within this time the kernel has tried twice
 _MARGIN_SECONDS = 5.0
 _MAX_PARALLEL = 32
 _MAX_DETAILS = 256
-_PINGS = 10  # of a clock, and before it is known how long one takes
+_PINGS = 10  # of a clock, and before the duration of one is known
 _LATENCY_SECONDS = 0.3
 _MAX_ROUND_TRIPS = 300
 _FIRST_BYTES, _LAST_BYTES = 1 << 16, 1 << 24
 _LONG_ENOUGH_SECONDS = 0.05  # for a message to be of the largest size worth measuring
 _REPEATS = 3
 
-# What may become of an attempt to connect.
+# Results of an attempt to connect.
 CONNECTED = "connected"
 REFUSED = "refused"  # the host answered: no process listens there
 TIMED_OUT = "timed out"  # no answer at all
-UNREACHABLE = "unreachable"  # this host or a router knows no way
+UNREACHABLE = "unreachable"  # this host or a router has no route
 UNRESOLVED = "unresolved"
 NO_ANSWER = "no answer"  # connected, and then silence
 ANOTHER_JOB = "another job"
@@ -41,7 +41,7 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, err
 
 
 def kind_of(error: Exception) -> str:
-    """Returns the meaning of an error of connecting.
+    """Returns the kind of a connection error.
 
     >>> kind_of(ConnectionRefusedError()), kind_of(TimeoutError()), kind_of(OSError(errno.EHOSTUNREACH, ""))
     ('refused', 'timed out', 'unreachable')
@@ -58,11 +58,11 @@ def kind_of(error: Exception) -> str:
 
 
 def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
-    """Connects to a rank as the ring does, and asks who it is.
+    """Connects to a rank as the ring does, and asks for its rank.
 
     Returns:
-      `kind`; `detail`, the error's own words, where it is none of the common ones; the `local` host address of the
-      connection, where there was one.
+      A dict with `kind`; `detail`, the message of the error, if it is not a common one; and `local`, the local host
+      address of the connection, if there was one.
     """
     try:
         found = dial.probe(cluster, rank, PROBE_SECONDS)
@@ -80,17 +80,17 @@ def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
 
 
 def probe_seconds(num_ranks: int) -> float:
-    """The longest that `probe_all` takes."""
+    """Returns the maximum duration of `probe_all`, in seconds."""
     return 2 * PROBE_SECONDS * math.ceil(num_ranks / _MAX_PARALLEL) + _MARGIN_SECONDS
 
 
 def probe_all(cluster: Cluster, ranks: list[int]) -> dict[int, dict[str, Any]]:
-    """Probes all of `ranks` but this one, beginning with the next, so that not all ask the same at once."""
+    """Probes all of `ranks` except this one, beginning with the next, so that not all probe the same one at once."""
     later = [rank for rank in ranks if rank > cluster.rank]
     others = [*later, *(rank for rank in ranks if rank < cluster.rank)]
     answers = in_parallel(lambda rank: probe(cluster, rank), others, probe_seconds(len(others)), _MAX_PARALLEL)
     found = {rank: answers.get(rank, {"kind": TIMED_OUT}) for rank in others}
-    for rank in others[_MAX_DETAILS:]:  # a row is one message of the ring's
+    for rank in others[_MAX_DETAILS:]:  # a row is one message
         found[rank] = {"kind": found[rank]["kind"]}
     return found
 
@@ -98,11 +98,11 @@ def probe_all(cluster: Cluster, ranks: list[int]) -> dict[int, dict[str, Any]]:
 def clock_offset(ask: Callable[[], float]) -> dict[str, float]:
     """Measures how far another clock is ahead of this one.
 
-    The answer was given between asking and hearing it: the middle of the shortest exchange is off by half of its time
-    at most.
+    The answer was given between request and reply: the middle of the shortest exchange is off by at most half of its
+    duration.
 
     Args:
-      ask: Returns what the other clock shows, after a way there and back.
+      ask: A function that returns the time of the other clock, after a round trip.
 
     >>> found = clock_offset(lambda: time.time() + 5.0)
     >>> abs(found["offset_seconds"] - 5.0) <= found["uncertainty_seconds"] + 1e-6
@@ -119,7 +119,7 @@ def clock_offset(ask: Callable[[], float]) -> dict[str, float]:
 
 
 def measure_ring(cluster: Cluster, seconds: float) -> dict[str, Any]:
-    """Forms the ring of all ranks, sums, and looks at the sum."""
+    """Forms the ring of all ranks, computes a sum, and checks it."""
     started = time.monotonic()
     with _communicator(cluster, "doctor", seconds) as ring:
         formed = time.monotonic() - started
@@ -137,7 +137,7 @@ def measure_ring(cluster: Cluster, seconds: float) -> dict[str, Any]:
 
 
 def measure_pair(cluster: Cluster, pair: list[int], seconds: float) -> dict[str, Any]:
-    """Latency and bandwidth between two neighbours, in a ring of the two."""
+    """Measures latency and bandwidth between two neighbours, in a ring of the two."""
     here = pair.index(cluster.rank)
     addresses = [cluster.addresses[rank] for rank in pair]
     two = Cluster.from_hosts(addresses, here, cluster.source, cluster.listen_fd, cluster.secret)
@@ -152,7 +152,7 @@ def _communicator(cluster: Cluster, name: str, seconds: float) -> Any:
 
 
 def _latency(ring: Any) -> float:
-    """Half of the median round trip: each of the two sends in its turn."""
+    """Returns half of the median round trip: each of the two sends in turn."""
 
     def round_trips(number: int) -> list[float]:
         took = []

@@ -19,7 +19,8 @@ def in_parallel(
     """Calls `task` on every item.
 
     Returns:
-      The results there are after `seconds`; what has not ended by then goes on in a daemon thread, without a result.
+      The results available after `seconds`. Calls that have not ended by then continue in daemon threads, without a
+      result.
 
     >>> in_parallel(lambda seconds: time.sleep(seconds), [0.0, 60.0], 0.5)
     {0.0: None}

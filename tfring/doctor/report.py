@@ -110,7 +110,7 @@ def _software(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _same(ranks: list[dict[str, Any]], label: str, of: Any) -> list[str]:
-    """A line for each thing said, with the ranks that say it unless all do."""
+    """Returns a line for each distinct text, with the ranks that have it unless all do."""
     said: dict[str, list[int]] = {}
     for rank in ranks:
         said.setdefault(of(rank), []).append(rank["rank"])

@@ -1,1 +1,1 @@
-"""`tfring launch`: starts the workers of a job, shows what they print, stops them. Imports no TensorFlow."""
+"""`tfring launch`: starts the workers of a job, shows their output, stops them. Does not import TensorFlow."""

@@ -1,7 +1,7 @@
-"""The launcher's hand on another host: `python -m tfring.launch.agent`, started over ssh or srun.
+"""The launcher's agent on another host: `python -m tfring.launch.agent`, started over ssh or srun.
 
-It starts the workers of its host, passes on what they print and how they end, and stops them when its standard input
-closes: so they end with the launcher, even if that is killed.
+It starts the workers of its host, forwards their output and their exit codes, and stops them when its standard input
+closes. They thus end with the launcher, even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _telling = threading.Lock()
 class _Agent:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[int, worker.Started] = {}  # by rank, those that run
-        self._open = 0  # of their streams
+        self._processes: dict[int, worker.Started] = {}  # by rank: running workers
+        self._open = 0  # number of their open streams
         self._stdin: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._kill_at: float | None = None
         self._gone = False
@@ -93,7 +93,7 @@ class _Agent:
         self._limit = sockets.raise_descriptor_limit(len(setup["ranks"]) * worker.FDS_OF_A_WORKER)
         os.environ.update({name: text for name, text in setup["environ"].items() if name.startswith("TFRING_")})
         try:
-            # "192.0.2.9 50000 192.0.2.1 22": by the address that the launcher took, the others get here too.
+            # "192.0.2.9 50000 192.0.2.1 22": the others can reach this host at the address that the launcher used.
             to_here = [*os.environ.get("SSH_CONNECTION", "").split(), *[""] * 4][2]
             if setup["num_nodes"] == 1:
                 to_here = "127.0.0.1"
@@ -112,7 +112,7 @@ class _Agent:
         assert self._setup is not None
         setup, self._started = self._setup, True
         ranks = setup["ranks"]
-        # Set for the program, and never seen on a command line. Ours comes from ssh: HOME, PATH and the like.
+        # Set for the program, and never seen on a command line. This process has HOME, PATH and the like from ssh.
         environ = {**os.environ, **setup["environ"]}
         workers, servers = addresses[: setup["num_workers"]], addresses[setup["num_workers"] :]
         here = [rank for rank in ranks if rank < len(workers)]
@@ -179,7 +179,7 @@ class _Agent:
                         _tell(wire.pack("ended", rank=rank, code=code, said=_notes_of(started)))
 
     def _drain(self, rank: int, started: worker.Started) -> None:
-        """Reads what a worker has printed before its end is reported; its children may hold the streams open longer."""
+        """Reads all output of a worker before its end is reported. Its children may hold the streams open longer."""
         for name, fd in (("out", started.out), ("err", started.err)):
             if fd in self._selector.get_map():
                 os.set_blocking(fd, False)
@@ -206,7 +206,7 @@ class _Agent:
                 processes.send_signal(started.process.pid, signum, to_group=True)
 
     def _feed(self, stdin: Any) -> None:
-        """Gives rank 0 its standard input, in a thread of its own: it may not read."""
+        """Writes rank 0's standard input, in a separate thread: rank 0 may not read it."""
         with contextlib.suppress(OSError), stdin:
             while (data := self._stdin.get()) is not None:
                 stdin.write(data)
@@ -218,8 +218,8 @@ class _Agent:
 
 
 def _notes_of(started: worker.Started) -> str:
-    """Returns what a worker has said of its place."""
-    os.set_blocking(started.taken, False)  # what it has started may hold the other end
+    """Returns the notes that a worker has sent about its place."""
+    os.set_blocking(started.taken, False)  # a process that it has started may hold the other end
     said = b""
     with contextlib.suppress(BlockingIOError):
         said = os.read(started.taken, 16)
@@ -228,7 +228,7 @@ def _notes_of(started: worker.Started) -> str:
 
 
 def _tell(data: bytes) -> None:
-    with _telling, contextlib.suppress(BrokenPipeError):  # the launcher is gone; standard input will say so
+    with _telling, contextlib.suppress(BrokenPipeError):  # the launcher is gone: standard input will end
         frames.write(_STDOUT, data)
 
 

@@ -28,9 +28,9 @@ from tfring.launch.job import Job
 from tfring.launch.restarts import Limits, Restarts
 from tfring.transport import secret
 
-_NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
-_BENCH_FAILED = 2  # rank 0 has said why
-_TEST_FAILED = 1  # the rank has said why
+_NOT_READY = 10  # of rank 0 after it has reported this; any other code except 0: the doctor failed
+_BENCH_FAILED = 2  # rank 0 has reported why
+_TEST_FAILED = 1  # the rank has reported why
 _AUTO = "auto"
 _SHELLS = ("bash", "zsh")
 _NO_RESTARTS = Limits(max_restarts=0)
@@ -43,11 +43,11 @@ _VARIABLE_OF = {  # options that set a variable, for the launcher and all worker
     "--bind": "TFRING_BIND",
     "--encrypt": "TFRING_ENCRYPT",
 }
-# Without effect where all workers start on this machine; those of addresses have one for a rank that meets others.
+# No effect if all workers start on this machine. Those of addresses have an effect on a rank that connects to others.
 _SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
 _OPTIONS_OF_STARTED = ("--workdir", "--python")
 _OPTIONS_OF_ADDRESSES = ("--interface", "--port-range")
-# Of Horovod, mpirun and torchrun.
+# Options of Horovod, mpirun and torchrun.
 _OPTIONS_OF_OTHERS = (
     "-np",
     "--np",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command of `tfring`.
 
     Args:
-      argv: Without the program's name; `sys.argv[1:]` by default.
+      argv: Arguments without the program's name. Defaults to `sys.argv[1:]`.
 
     Returns:
       The exit code.
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
-            if sys.stdout is not None:  # else it is closed
+            if sys.stdout is not None:  # otherwise it is closed
                 sys.stdout.flush()
     except BrokenPipeError:  # `tfring report ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that Python flushes at exit
         return 128 + signal.SIGPIPE
 
 
@@ -106,7 +106,7 @@ def _run_command(argv: list[str]) -> int:
 
 
 def _options_in_a_file(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of the command's options that the job's file has, if there is one."""
+    """Returns the values that the job's file, if there is one, has for options of the command."""
     launch = _commands(parser)["launch"]
     path = getattr(arguments, "config", None)
     if path is None and arguments.parser is launch and os.path.exists(job_file.PYPROJECT):
@@ -134,14 +134,14 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
 
 
 def _near(name: str, names: Iterable[str]) -> str:
-    """Returns a question about the name that was meant; nothing if none is near."""
+    """Returns a question about the name that was meant, or an empty string if none is close."""
     here = dict.fromkeys(_OPTIONS_OF_OTHERS, "-n") | {"-H": "--hosts"}
     close = difflib.get_close_matches(name, names, 1)
     return f" Did you mean {here.get(close[0], close[0])!r}?" if close else ""
 
 
 def _given(arguments: argparse.Namespace, option: str) -> Any:
-    """Returns the value of an option; None if the command has none."""
+    """Returns the value of an option, or None if the command does not have it."""
     return getattr(arguments, option.lstrip("-").replace("-", "_"), None)
 
 
@@ -296,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Lists the commands where none is named, or one that does not exist."""
+    """Exits with a list of the commands if none is named, or one that does not exist."""
     commands = _commands(parser)
     if argv and (argv[0] in commands or argv[0] in parser._option_string_actions):
         return
@@ -379,7 +379,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 class _Printed:
-    """Keeps what this process and its children print on standard error, and passes it on."""
+    """Keeps the standard error of this process and its children, and passes it on."""
 
     text = ""
 
@@ -462,7 +462,7 @@ def _runs_here(arguments: argparse.Namespace) -> bool:
 
 
 def _is_a_rank() -> bool:
-    """Returns True if a source describes a cluster; also if it is invalid, which the doctor will report."""
+    """Returns True if a source describes a cluster, even an invalid one, which the doctor will report."""
     try:
         return detection.find(os.environ) is not None
     except ConfigurationError:
@@ -524,7 +524,7 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setting(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:
-    """Adds an option that sets a variable, and accepts what that accepts."""
+    """Adds an option that sets a variable and accepts the values of that variable."""
     setting = config.SETTINGS[_VARIABLE_OF[option]]
 
     def checked(value: str) -> str:
@@ -547,7 +547,7 @@ def _run(
     timestamps: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Runs a command as a job, where the options say, with these variables in the workers' environment."""
+    """Runs a command as a job, on the hosts of the options, with these variables in the workers' environment."""
     of_all = variables or {}
     error = arguments.parser.error
     try:
@@ -617,7 +617,7 @@ def _run(
 
 
 def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host], options: Iterable[str]) -> None:
-    """Refuses these options where no worker is started on another host."""
+    """Rejects these options if no worker is started on another host."""
     by_ssh = _names_hosts(arguments)
     for option in options:
         has_effect = by_ssh if option in _SSH_OPTIONS else bool(hosts)
@@ -629,7 +629,7 @@ def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
-    """Returns the hosts to start workers on; this one alone if the list is empty."""
+    """Returns the hosts to start workers on. An empty list: this host alone."""
     if _names_hosts(arguments):
         if arguments.n is not None:
             raise ConfigurationError("-n and the numbers after the hosts both give the number of workers: leave -n out")
@@ -648,7 +648,7 @@ def _names_hosts(arguments: argparse.Namespace) -> bool:
 
 
 class _Elsewhere(argparse.Action):
-    """Says what an option of Horovod, mpirun or torchrun is called here."""
+    """Reports the name that an option of Horovod, mpirun or torchrun has here."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         if option == "-H":
@@ -659,9 +659,9 @@ class _Elsewhere(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints what is wrong and how to get help, instead of the full usage."""
+    """Prints the problem and how to get help, instead of the full usage."""
 
-    place = ""  # the file that the arguments are from
+    place = ""  # the file from which the arguments were read
 
     def error(self, message: str) -> NoReturn:
         self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {self.place}{message}\nSee {self.prog} --help\n")
@@ -692,7 +692,7 @@ def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _open_standard_streams() -> None:
-    """Under `>&-` a pipe of ours would get the closed stream's number, and take what is printed."""
+    """Opens closed standard streams. Under `>&-`, a pipe of ours would otherwise get their number and their output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -3,5 +3,5 @@
 WRONG_OPTIONS = 2
 INTERNAL_FAULT = 70  # EX_SOFTWARE
 CANNOT_START = 71  # EX_OSERR
-REFUSES_LAUNCHER = 76  # EX_PROTOCOL, that of an agent whose launcher is of another protocol
-LOST_HOST = 255  # that of a worker whose host is lost; ssh's own too
+REFUSES_LAUNCHER = 76  # EX_PROTOCOL: from an agent, if its launcher has another protocol
+LOST_HOST = 255  # of a worker on a lost host; also the exit code of ssh itself

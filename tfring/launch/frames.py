@@ -13,7 +13,7 @@
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
 The messages are those of tfring/transport/wire.py. They have no tags: ssh has authenticated both sides.
-The first lines stay as they are in every later protocol.
+The first lines stay the same in every later protocol.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from collections.abc import Iterator
 from tfring._version import __version__
 from tfring.transport import handshake, wire
 
-PROTOCOL = 5  # another number with every change to what is said here
+PROTOCOL = 5  # changes with every change of these messages
 _GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9}) ([0-9A-Za-z.+!-]{1,64})\n")
 _MAX_GREETING_BYTES = 128
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
-_MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a chunk at a time
-INPUT_MESSAGES, INPUT_BYTES = 64, 1 << 14  # of standard input, on the way at a time
+_MAX_DATA_BYTES = 1 << 20  # of output and input, per chunk
+INPUT_MESSAGES, INPUT_BYTES = 64, 1 << 14  # of standard input, in flight at a time
 _RANK = wire.integer(0, handshake.MAX_RANKS)
 _WORD = wire.text(_MAX_JSON_BYTES, r"[^\x00]*")
 _RANKS = wire.list_of(_RANK, handshake.MAX_RANKS)
@@ -67,7 +67,7 @@ TO_LAUNCHER = wire.Format(
 
 
 class OtherProtocolError(wire.WireError):
-    """The other side is of another tfring.
+    """The other side runs another tfring.
 
     >>> str(OtherProtocolError("agent", "tfring 7.8.9 (protocol 99)"))
     'The agent is of tfring 7.8.9 (protocol 99), and its launcher of ... Install the same tfring on all hosts.'
@@ -82,16 +82,16 @@ class OtherProtocolError(wire.WireError):
 
 
 def greeting(role: str) -> bytes:
-    """The first line that the "launcher" or the "agent" says."""
+    """Returns the first line that the "launcher" or the "agent" sends."""
     return f"tfring {role} {PROTOCOL} {__version__}\n".encode()
 
 
 class Reader:
-    """Cuts messages out of what the other side sends after its greeting.
+    """Extracts messages from the data that the other side sends after its greeting.
 
     Args:
-      role: Of the other side: "agent" or "launcher". What a login shell prints comes before an agent's greeting.
-      expected: What may come.
+      role: Role of the other side: "agent" or "launcher". Output of a login shell comes before an agent's greeting.
+      expected: Format of the messages that may arrive.
     """
 
     def __init__(self, role: str, expected: wire.Format) -> None:
@@ -101,11 +101,11 @@ class Reader:
         self._greeted = False
 
     def feed(self, data: bytes) -> Iterator[wire.Message]:
-        """The messages that are complete.
+        """Yields the messages that are complete.
 
         Raises:
-          OtherProtocolError: The other side is of another tfring.
-          WireError: This is no message.
+          OtherProtocolError: If the other side runs another tfring.
+          WireError: If the data is not a message.
         """
         if not self._greeted:
             self._unread += data
@@ -127,7 +127,7 @@ class Reader:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Writes all of it."""
+    """Writes all data."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -1,4 +1,4 @@
-"""Runs a job in a process of its own, so that it ends with all it started, whichever of the two is killed.
+"""Runs a job in its own process, so that it ends with all it started, whichever of the two processes is killed.
 
     tfring launch (1) ──fork──► the job (2) ──► worker, rank 0 ──► what the script starts
          │    ▲                   │        └──► worker, rank 1 ──► ...
@@ -6,8 +6,8 @@
          └── pipe, never written ►┘
 
 (1) passes signals on and waits. If it is killed, even by SIGKILL, the pipe closes and (2) ends the workers.
-If (2) is killed, the kernel kills the workers (their death signal); what they started falls to (1), which
-ends it.
+If (2) is killed, the kernel kills the workers (their death signal). (1) adopts the processes that they started,
+and ends them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_guarded(job: Callable[[int], int]) -> int:
-    """Runs `job(parent_gone)` in a child; `parent_gone` is a descriptor that reads as ended once we are dead.
+    """Runs `job(parent_gone)` in a child. `parent_gone` is a descriptor at end-of-file once this process is dead.
 
-    The job starts with STOP_SIGNALS blocked and unblocks them when it can take them.
+    The job starts with STOP_SIGNALS blocked and unblocks them when it can handle them.
 
     Returns:
-      What `job` returned; 128 + signal if it was killed.
+      The result of `job`, or 128 + signal if it was killed.
     """
     processes.adopt_orphans()
     parent_gone, never_written = os.pipe()
-    # Ctrl-C and the like wait until it is settled who passes them on to whom.
+    # Ctrl-C and the like wait until it is settled which process passes them on to which.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     child = os.fork()
     if child == 0:

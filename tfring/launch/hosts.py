@@ -1,4 +1,4 @@
-"""Hosts to start workers on: `host1:4,user@host2:4`, a file with one a line, or an allocation of SLURM."""
+"""Hosts to start workers on: `host1:4,user@host2:4`, a file with one host per line, or a SLURM allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCRIPT_SECONDS = 60.0
 
 
 class Host(NamedTuple):
-    """A host, as ssh or srun takes it, and how many workers it gets."""
+    """The name of a host, in the form that ssh or srun accepts, and its number of workers."""
 
     name: str
     num_workers: int
@@ -27,7 +27,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Reads the value of `--hosts`.
 
     Raises:
-      ConfigurationError: A host is malformed or named twice.
+      ConfigurationError: If a host is malformed or named twice.
 
     >>> parse_hosts("host1:4,user@host2")
     [Host(name='host1', num_workers=4), Host(name='user@host2', num_workers=1)]
@@ -36,10 +36,10 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: pathlib.Path) -> list[Host]:
-    """Reads a file with a host a line: `host1:4`, or `host1 slots=4` as for Open MPI; `#` begins a comment.
+    """Reads a file with one host per line: `host1:4`, or `host1 slots=4` as for Open MPI. `#` begins a comment.
 
     Raises:
-      ConfigurationError: It cannot be read, or a line is malformed.
+      ConfigurationError: If it cannot be read, or a line is malformed.
     """
     try:
         text = path.read_text()
@@ -49,14 +49,14 @@ def read_hostfile(path: pathlib.Path) -> list[Host]:
 
 
 def ask_script(script: pathlib.Path, max_workers: int | None = None) -> list[Host]:
-    """Runs a program that prints the hosts there are now, in lines of a file of hosts; there may be none.
+    """Runs a program that prints the hosts available now, possibly none, one per line as in a file of hosts.
 
     Args:
-      script: Runs without arguments, for `_SCRIPT_SECONDS` at most.
-      max_workers: How many workers to start on the first of its hosts; on all by default.
+      script: The program. It runs without arguments, for at most `_SCRIPT_SECONDS`.
+      max_workers: Maximum number of workers, on the first of its hosts. By default workers start on all hosts.
 
     Raises:
-      ConfigurationError: It cannot be run, it fails, or a line is malformed.
+      ConfigurationError: If it cannot be run, it fails, or a line is malformed.
     """
     try:
         run = subprocess.run(
@@ -77,14 +77,14 @@ def num_workers(hosts: Sequence[Host]) -> int:
 
 
 def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host]:
-    """The nodes and tasks of the SLURM allocation that this process is in.
+    """Returns the nodes and tasks of the SLURM allocation that this process is in.
 
     Args:
-      environ: With the variables of `salloc` or of a batch script.
-      n: How many workers, of its first tasks; all by default.
+      environ: Environment with the variables of `salloc` or of a batch script.
+      n: Number of workers, for the first tasks of the allocation. Defaults to all tasks.
 
     Raises:
-      ConfigurationError: It has fewer tasks, or the variables are malformed.
+      ConfigurationError: If the allocation has fewer tasks, or the variables are malformed.
 
     >>> of_allocation({"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}, 3)
     [Host(name='a1', num_workers=2), Host(name='a2', num_workers=1)]
@@ -100,7 +100,7 @@ def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host
 
 
 def _first(hosts: Sequence[Host], max_workers: int | None) -> list[Host]:
-    """Returns as many of the hosts as `max_workers` take, all for None."""
+    """Returns the first hosts, for at most `max_workers` workers in all. None: all hosts."""
     left = num_workers(hosts) if max_workers is None else max_workers
     taken = []
     for host in hosts:

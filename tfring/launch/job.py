@@ -1,4 +1,4 @@
-"""A job: its workers started, watched and, when one fails or someone asks, stopped."""
+"""A job: starts its workers, watches them, and stops them if one fails or a signal asks for it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import FDS_OF_A_WORKER, start
 from tfring.transport import secret, sockets
 
-# Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
+# Ladders: signals to send, and the seconds to wait after each. Ctrl-C lets the scripts write a checkpoint.
 _INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0))
 _TERMINATE = ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 _PREEMPT = ((signal.SIGTERM, 25.0), (signal.SIGKILL, 5.0))  # lets tfring.callbacks.Backup save
 _KILL = ((signal.SIGKILL, 5.0),)
 
-_CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
-_SAME_ERROR_SECONDS = 1.0  # how long the others may take, from the first traceback on, to end by the same error
-_RAISED = 1  # the exit code of Python where no one catches an error
-_MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; else it is not what ended it
+_CAUSE_SECONDS = 2.0  # that the first to fail may take to exit after the others have noticed
+_SAME_ERROR_SECONDS = 1.0  # that the others may take, after the first traceback, to end with the same error
+_RAISED = 1  # the exit code of Python after an uncaught error
+_MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; a later end has another cause
 
-_ALONE_SECONDS = 60.0  # after which a warning says that the job has no ring; again at its end
-_CLOSE_SECONDS = 10.0  # for the ways to other hosts to close
-_LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
-_BACKLOG = 128  # connections that wait for a worker
-_MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
+_ALONE_SECONDS = 60.0  # after which a warning reports that the job has no ring; repeated at its end
+_CLOSE_SECONDS = 10.0  # for the connections to other hosts to close
+_LAST_WRITE_SECONDS = 2.0  # that a stopped job waits for a reader of its pending output
+_BACKLOG = 128  # pending connections of a worker
+_MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while this much is still to be shown
 
 
 class _CannotStartError(Exception):
@@ -61,11 +61,11 @@ class Worker:
     out: Stream
     err: Stream
     log: BinaryIO | None
-    server: int | None = None  # its number, of a parameter server; its rank then comes after those of the workers
+    server: int | None = None  # the number of a parameter server; its rank follows those of the workers
     exit_code: int | None = None  # negative for a signal
-    failed_at: float = 0.0  # when its traceback began, or it ended without
-    error: list[bytes] = dataclasses.field(default_factory=list)  # the traceback by which it ended
-    lost_a_peer: bool = False  # it ended because another had, as it has said: it is not the first to fail
+    failed_at: float = 0.0  # start of its traceback, or its end without one
+    error: list[bytes] = dataclasses.field(default_factory=list)  # the traceback with which it ended
+    lost_a_peer: bool = False  # it reported that it ended because another had: it is not the first to fail
 
     @property
     def name(self) -> str:
@@ -83,21 +83,21 @@ class Job:
     """`num_workers` processes of one command, in one ring: on this host, or on others.
 
     Args:
-      command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
+      command: Arguments of the interpreter: `["train.py", "--epochs", "3"]`.
       num_workers: The world size.
-      num_servers: How many more processes serve parameters; of several hosts each takes one in turn.
-      max_server_restarts: How often each server that keeps snapshots is started again in its place, on this host.
-      max_worker_restarts: The same of each worker whose loss the others survive.
-      log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
-      environ: The workers' environment, to which the launcher adds; its own by default.
-      hosts: Where to start them, `num_workers` in all; on this host by default.
-      way: How to get to `hosts`, and the workers' environment there.
-      start_seconds: How long to wait for `hosts`.
-      timestamps: Whether lines are shown with their time.
-      quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
-      restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
-      delay_seconds: How long to wait before the start.
-      sequel: What follows on a failure, in a few words; asked once it is known.
+      num_servers: Number of additional processes that serve parameters. Several hosts take them in turn.
+      max_server_restarts: Maximum number of restarts of each server that keeps snapshots, in its place on this host.
+      max_worker_restarts: The same for each worker whose loss the others survive.
+      log_dir: An existing folder for `rank-<rank>.log`, the full output of a worker. By default there are no logs.
+      environ: Environment of the workers, to which the launcher adds variables. Defaults to the launcher's own.
+      hosts: Hosts on which to start them, for `num_workers` in all. Defaults to this host.
+      way: The command that reaches `hosts`, and the workers' environment there.
+      start_seconds: Time to wait for `hosts`, in seconds.
+      timestamps: Whether to show lines with their time.
+      quiet_codes: Exit codes of a worker that are not reported, because the worker has reported the problem.
+      restart: Number of earlier starts of the command. If there are any, rank 0 has no standard input, and logs grow.
+      delay_seconds: Time to wait before the start, in seconds.
+      sequel: A function that returns a few words on what follows a failure. It is called once the failure is known.
     """
 
     def __init__(
@@ -124,62 +124,62 @@ class Job:
         self._num_servers = num_servers
         self._max_server_restarts = max_server_restarts
         self._max_worker_restarts = max_worker_restarts
-        self._restarts: dict[int, int] = {}  # by rank: of a process in its place
-        self._replicated: set[int] = set()  # servers without which others go on
-        self._addresses: list[str] = []  # of workers, then of servers, where all are on this host
-        self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a port, for the next process in its place
+        self._restarts: dict[int, int] = {}  # by rank: number of restarts in its place
+        self._replicated: set[int] = set()  # servers whose loss the others survive
+        self._addresses: list[str] = []  # of workers, then of servers, if all are on this host
+        self._reserved: dict[int, socket.socket] = {}  # by rank: bound for the next process in its place
         self._log_dir = log_dir
         self._timestamps = timestamps
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
-        self._environ.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order on all ranks
+        self._environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings have one order on all ranks
         if max_worker_restarts:
             self._environ[launch_variables.MAX_WORKER_RESTARTS] = str(max_worker_restarts)
         self._restart = restart
         self._start_at = time.monotonic() + delay_seconds
         self._sequel = sequel
         self.lost_hosts: list[str] = []
-        self.asked_to_stop = False  # by a signal, or because no worker is left to ask
+        self.asked_to_stop = False  # by a signal, or because the parent is gone
         self._start_seconds = start_seconds
-        self._give_up_at: float | None = None  # when hosts have to listen
+        self._give_up_at: float | None = None  # the deadline for hosts to listen
         self._tell_alone_at = self._start_at + _ALONE_SECONDS if num_workers > 1 else None
         self._hosts: list[RemoteHost] = []
         first = 0
         for number, host in enumerate(hosts):
             assert way is not None
-            way.environ[secret.VARIABLE] = self._environ[secret.VARIABLE]  # a file may not be there
+            way.environ[secret.VARIABLE] = self._environ[secret.VARIABLE]  # a file may be missing there
             way.environ.setdefault("PYTHONHASHSEED", self._environ["PYTHONHASHSEED"])
             servers = range(num_workers + number, num_workers + num_servers, len(hosts))
             self._hosts.append(RemoteHost(host, [*range(first, first + host.num_workers), *servers], way))
             first += host.num_workers
         self._selector = selectors.DefaultSelector()
         self._taken: dict[int, int] = {}  # by rank: pipes by which workers here report that they joined the ring
-        self._notes: dict[int, bytes] = {}  # by rank: what they have reported there
-        self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
+        self._notes: dict[int, bytes] = {}  # by rank: reports read from these pipes
+        self._outputs: dict[int, Callable[[], None]] = {}  # read only while their output can be shown
         self._is_reading = True
-        self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
+        self._writing: dict[Surface, int] = {}  # those with pending output, and their descriptors
         self._workers: list[Worker] = []
-        self._replaced: list[Worker] = []  # that were started again, whose output may not have been read yet
+        self._replaced: list[Worker] = []  # that were started again: their output may still be unread
         self._shown = Shown()
         self._out, self._err = surfaces()
         self._failed: list[Worker] = []  # by themselves, not because they were stopped
-        self._first: Worker | None = None  # of them
-        self._decide_at: float | None = None  # when to settle which was the first
+        self._first: Worker | None = None  # the first of them
+        self._decide_at: float | None = None  # when to decide which was the first
         self._stop_code: int | None = None  # the job's exit code, once it is being stopped
         self._ladder: list[tuple[signal.Signals, float]] = []
         self._next_step_at: float | None = None
-        self._processes: list[subprocess.Popen] = []  # kept, for a new Popen collects those that nothing refers to
-        self._may_have_ended = False  # whether a child may have, since they were last collected
+        self._processes: list[subprocess.Popen] = []  # kept: a new Popen collects those without a reference
+        self._may_have_ended = False  # whether a child may have ended since the last collection
 
     def run(self, parent_gone: int) -> int:
         """Starts the workers and returns when none is left.
 
         Args:
-          parent_gone: A descriptor that reads as ended when the workers are to be stopped.
+          parent_gone: A descriptor that is at end-of-file when the workers have to be stopped.
 
         Returns:
-          0 if all workers ended with 0; the exit code of the first that failed, 128 + signal if it was
+          0 if all workers ended with 0; the exit code of the first that failed, or 128 + signal if it was
           killed; 128 + signal if one of STOP_SIGNALS arrived.
         """
         signals = _signals()
@@ -224,7 +224,7 @@ class Job:
             raise _CannotStartError(sockets.without_descriptors(num_processes, limit)) from error
 
     def _start_all(self, num_processes: int) -> None:
-        # Bound here and handed down, so that no other program takes a port before its worker listens.
+        # Bound here and inherited, so that no other program takes a port before its worker listens.
         listeners = [_bound() for _ in range(num_processes)]
         self._addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         for rank, listener in enumerate(listeners):
@@ -234,7 +234,7 @@ class Job:
         for rank, listener in enumerate(listeners):
             self._start_at_place(rank, listener)
         for listener in listeners:
-            listener.close()  # or a dead worker's port would still take connections
+            listener.close()  # or a dead worker's port would still accept connections
 
     def _start_at_place(self, rank: int, listener: socket.socket) -> None:
         workers, servers = self._addresses[: self._num_workers], self._addresses[self._num_workers :]
@@ -268,7 +268,7 @@ class Job:
         self._workers[rank] = self._workers.pop()
 
     def _start_worker(self, rank: int, cluster: Cluster, server: int | None, others: Sequence[str]) -> None:
-        """Starts a worker, or a server, and hands it where the `others` listen: the servers, or the workers."""
+        """Starts a worker or a server, and passes it the addresses of the `others`: the servers, or the workers."""
         log = self._open_log(rank, server)
         is_first = not self._restart and rank not in self._restarts
         stdin = None if rank == 0 and is_first else subprocess.DEVNULL
@@ -358,7 +358,7 @@ class Job:
                 self._on_ended(self._workers[message["rank"]], message["code"])
 
     def _tell_addresses(self) -> None:
-        """Once all listen, all start."""
+        """Sends the addresses to all hosts, once all listen: then all workers start."""
         addresses: dict[int, str] = {}
         for host in self._hosts:
             if host.listening is None:
@@ -371,7 +371,7 @@ class Job:
         for host in self._hosts:
             host.tell("addresses", addresses=[addresses[rank] for rank in sorted(addresses)])
         if self._restart:
-            self._hosts[0].tell("input")  # its end: the first try has read it
+            self._hosts[0].tell("input")  # the end of input: the first try has read it
         else:
             self._hosts[0].forward_stdin()
 
@@ -403,7 +403,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------ watch
 
     def _turn(self) -> None:
-        """Waits for something to happen and deals with it."""
+        """Waits for events and handles them."""
         self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
         due = [self._decide_at, self._next_step_at, self._give_up_at, self._tell_alone_at]
@@ -412,7 +412,7 @@ class Job:
         times = [0.0] if self._may_have_ended else times
         self._may_have_ended = False
         ready = self._selector.select(max(0.0, min(times) - time.monotonic()) if times else None)
-        # Ends come before output: a peer's complaint is never taken for older than the end that caused it.
+        # Ends are handled before output: a peer's error never seems older than the end that caused it.
         self._collect_ended()
         for key, _ in ready:
             key.data()
@@ -430,7 +430,7 @@ class Job:
             self._tell_alone()
 
     def _tell_alone(self) -> None:
-        """Tells that no worker has joined a ring, which a program does before it trains."""
+        """Warns if no worker has joined a ring. A program does this before it trains."""
         self._tell_alone_at = None
         if self._taken and not any([self._notes_of(rank) for rank in self._taken]):
             self._say(
@@ -439,7 +439,7 @@ class Job:
             )
 
     def _pace(self) -> None:
-        """Reads no more from workers than can be shown, so that they wait for a slow reader, and we do not."""
+        """Reads no more from workers than can be shown: they wait for a slow reader, and the launcher does not."""
         surfaces = {self._out, self._err}
         for surface in surfaces:
             problem = surface.take_problem()
@@ -450,7 +450,7 @@ class Job:
                 self._selector.register(surface.fd, selectors.EVENT_WRITE, surface.flush)
             elif not surface.num_pending and surface in self._writing:
                 self._selector.unregister(self._writing.pop(surface))
-        # What is being stopped is heard to its end.
+        # Output of workers that are being stopped is read to its end.
         reads = self._stop_code is not None or max(s.num_pending for s in surfaces) < _MOST_PENDING_BYTES
         if reads != self._is_reading:
             self._is_reading = reads
@@ -508,41 +508,41 @@ class Job:
             self._start_again(server, "the workers wait for it, and it goes on from its last snapshot")
 
     def _is_spared(self, worker: Worker) -> bool:
-        """Returns whether the others go on without a worker that failed: it has said so, and one of them is left."""
+        """Returns whether the others continue without a failed worker: it has reported so, and one of them is left."""
         others = [w for w in self._workers if w.server is None and w is not worker]
         is_one_left = any(w.exit_code in (None, 0) for w in others)
         return self._goes_on_without(worker) and is_one_left
 
     def _goes_on_without(self, worker: Worker) -> bool:
-        """Returns whether a worker is one whose loss the others survive."""
+        """Returns whether the others survive the loss of a worker."""
         is_back = worker.rank in self._restarts
         return worker.server is None and (is_back or Note.SURVIVABLE in self._notes_of(worker.rank))
 
     def _comes_into_training(self, worker: Worker) -> bool:
-        """Returns whether a worker that failed is started again: the others, if there are any, are not through."""
+        """Returns whether a failed worker is started again: the others, if any, have not finished."""
         if any(w.exit_code == 0 for w in self._workers) or not self._goes_on_without(worker):
             return False
         return self._restarts.get(worker.rank, 0) < self._max_worker_restarts
 
     def _is_training(self) -> bool:
-        """Returns whether a worker still runs."""
+        """Returns whether a worker is still running."""
         return any(worker.server is None and worker.exit_code is None for worker in self._workers)
 
     def _comes_back(self, worker: Worker) -> bool:
-        """Returns whether a server that failed is started again, or is not needed any more."""
+        """Returns whether a failed server is started again, or is no longer needed."""
         if worker.server is None:
             return False
         restarts, said = self._restarts.get(worker.rank, 0), self._notes_of(worker.rank)
         if Note.REPLICATED in said:
             self._replicated.add(worker.rank)
-        if worker.rank in self._replicated:  # one that ends by an error has notified the others, which end too
+        if worker.rank in self._replicated:  # one that ends with an error has notified the others, which end too
             return (worker.exit_code or 0) < 0 or not self._is_training()
         if not restarts and Note.RESTORABLE not in said:
             return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
     def _end_those_started_again(self) -> None:
-        """Ends servers that no worker is left to come back to, and workers that come when the servers have ended."""
+        """Ends restarted servers if no worker is left, and restarted workers that come after the servers have ended."""
         has_server_ended = any(worker.exit_code == 0 for worker in self._workers if worker.server is not None)
         for worker in self._workers:
             if worker.rank not in self._restarts or worker.exit_code is not None:
@@ -557,21 +557,21 @@ class Job:
                 worker.send_signal(signal.SIGTERM)
 
     def _notes_of(self, rank: int) -> bytes:
-        """Returns what a worker on this host has said of its place."""
+        """Returns the notes that a worker on this host has sent about its place."""
         if rank in self._taken:
-            os.set_blocking(self._taken[rank], False)  # what a worker has left behind may hold the other end
+            os.set_blocking(self._taken[rank], False)  # a process left by a worker may hold the other end
             with contextlib.suppress(BlockingIOError):
                 self._notes[rank] = self._notes.get(rank, b"") + os.read(self._taken[rank], 16)
         return self._notes.get(rank, b"")
 
     def _another_may_be_first(self, worker: Worker) -> bool:
-        """Returns True if one that still runs may have failed before: a traceback comes a while before the end."""
+        """Returns True if a running one may have failed before: a traceback comes a while before the end."""
         running = [other for other in self._workers if other.exit_code is None]
         tracebacks = [other.err.traceback_at for other in running if other.err.traceback_at is not None]
         return bool(running) and (worker.lost_a_peer or any(at < worker.failed_at for at in tracebacks))
 
     def _decide(self) -> None:
-        """Settles who failed first, and stops the others."""
+        """Decides which worker failed first, and stops the others."""
         self._decide_at = None
         if self._failed and self._stop_code is None:
             self._failed.sort(key=lambda worker: (worker.lost_a_peer, worker.failed_at))
@@ -588,7 +588,7 @@ class Job:
     def _on_signals(self, fd: int) -> None:
         for signum in os.read(fd, 256):
             if signum == signal.SIGCHLD:
-                self._may_have_ended = True  # after the last look: its byte was read here with that of another
+                self._may_have_ended = True  # after the last collection: its byte was read here with another one
                 continue
             self.asked_to_stop = True
             if self._stop_code is None:
@@ -624,12 +624,12 @@ class Job:
 
     @property
     def first_to_fail(self) -> Worker | None:
-        """The worker that ended the job, by failing before any other."""
+        """The worker that ended the job because it failed before any other."""
         return self._first
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds it has run."""
+        """Returns the running time of the job in seconds."""
         return time.monotonic() - self._start_at
 
     def _report(self) -> None:
@@ -654,7 +654,7 @@ class Job:
                 self._say(f"stopped by {signum.name}, with all workers.")
 
     def _collect_taken(self) -> bool:
-        """Closes the pipes of workers on this host; returns whether any has joined the ring."""
+        """Closes the pipes of workers on this host. Returns whether any has joined the ring."""
         said = [self._notes_of(rank) for rank in self._taken]
         for fd in self._taken.values():
             os.close(fd)
@@ -666,7 +666,7 @@ class Job:
         others = [worker for worker in self._failed if worker is not first and worker not in alike]
         words, others_since = first.err.last_words()
         had_last_words = first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM)
-        is_last = bool(alike) and not others  # what is above is of these alone
+        is_last = bool(alike) and not others  # the output above is from these alone
         if others_since and had_last_words and not is_last:
             for line in tracebacks.without_frames(words):
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
@@ -695,7 +695,7 @@ class Job:
         self._say(text)
 
     def _ended_alike(self, first: Worker) -> list[Worker]:
-        """Returns the workers that have ended by the same error as the first to fail, which is not another's end."""
+        """Returns the workers that ended with the first failure's error, unless that is the end of another process."""
         if first.lost_a_peer or first.exit_code != _RAISED:
             return []
         others = [worker for worker in self._workers if worker is not first and worker.exit_code]
@@ -705,7 +705,7 @@ class Job:
         self._err.write_line(f"tfring launch: {text}".encode())
 
     def _show_rest(self) -> None:
-        """Waits until all is shown; not for long, once someone has asked to stop."""
+        """Waits until all output is shown, but only briefly once the job was asked to stop."""
         for fd in self._outputs:
             if self._is_reading:
                 self._selector.unregister(fd)
@@ -736,7 +736,7 @@ class Job:
 
 
 def _bound(port: int = 0) -> socket.socket:
-    """Returns a socket that does not listen yet; several may be bound to a port, as long as none listens."""
+    """Returns a bound socket that does not listen yet. Several may be bound to a port as long as none listens."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
@@ -744,7 +744,7 @@ def _bound(port: int = 0) -> socket.socket:
 
 
 def interrupted(parent_gone: int, seconds: float) -> int | None:
-    """Waits between two jobs; returns the exit code where the launcher is to stop meanwhile, else None."""
+    """Waits between two jobs. Returns the exit code if the launcher has to stop meanwhile, otherwise None."""
     signals, end = _signals(), time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         ready, *_ = select.select([signals, parent_gone], [], [], left)
@@ -758,7 +758,7 @@ def interrupted(parent_gone: int, seconds: float) -> int | None:
 
 @functools.cache
 def _signals() -> int:
-    """A descriptor from which the number of each signal that arrives can be read, by one job after the other."""
+    """Returns a descriptor from which one job after the other reads the number of each signal that arrives."""
     numbers, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -786,7 +786,7 @@ def _describe(code: int | None) -> str:
 
 
 def _ranks(workers: Sequence[Worker]) -> str:
-    """Returns their names, such as "ranks 0, 1 and 2 and server 0"."""
+    """Returns the names of workers, such as "ranks 0, 1 and 2 and server 0"."""
     workers = sorted(workers, key=lambda worker: worker.rank)
     parts = []
     for kind, numbers in (

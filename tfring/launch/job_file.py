@@ -1,4 +1,4 @@
-"""Reads a job's options from a file of TOML: that of `--config`, or the table of pyproject.toml."""
+"""Reads a job's options from a TOML file: that of `--config`, or the table of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from tfring.errors import ConfigurationError
 
 PYPROJECT = "pyproject.toml"
-_TABLE = ("tool", "tfring", "launch")  # of pyproject.toml; in another file keys are at the top
+_TABLE = ("tool", "tfring", "launch")  # in pyproject.toml; in another file the keys are at the top level
 _NOT_IN_A_FILE = ("help", "config", "dry_run", "module")
 
 
 def arguments_of(path: pathlib.Path, parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the options in a file as arguments of a command line.
+    """Returns the options in a file as command line arguments.
 
     Args:
-      path: The file. Of a `pyproject.toml` its table `[tool.tfring.launch]` is read.
-      parser: Of the command whose options may be there, named as on the command line without dashes in front.
+      path: The file. In a `pyproject.toml`, its table `[tool.tfring.launch]` is read.
+      parser: Parser of the command. The file may have its options, named as on the command line without leading dashes.
 
     Raises:
-      ConfigurationError: The file cannot be read, or has a key that is no option or a value of another type.
+      ConfigurationError: If the file cannot be read, or has a key that is not an option, or a value of another type.
     """
     try:
         table: Any = tomllib.loads(path.read_text())
@@ -46,7 +46,7 @@ def arguments_of(path: pathlib.Path, parser: argparse.ArgumentParser) -> list[st
 
 
 def _arguments(key: str, value: Any, options: Mapping[str, argparse.Action], where: str) -> list[str]:
-    """Returns the arguments that one line stands for."""
+    """Returns the arguments that correspond to one line."""
     if key not in options:
         near = difflib.get_close_matches(key, options, 3)
         meant = f"Did you mean {' or '.join(near)}?" if near else f"The options are {', '.join(sorted(options))}."

@@ -1,10 +1,10 @@
-"""Joins the output of all workers into one that reads well.
+"""Joins the output of all workers into one that is easy to read.
 
-Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because `print`
-writes it in parts. Of the others, and of rank 0 where lines are shown with their time, whole lines are shown, `[rank] `
-in front; lines that were drawn over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log
-says on every rank, a warning of Python, and a traceback that another rank has shown, are shown once.
-Bytes throughout, so no text is too odd.
+Output of rank 0 is shown unchanged, with progress bars; but a line is held for a moment until it ends, because `print`
+writes it in parts. Output of the others, and of rank 0 if lines are shown with their time, is shown in full lines that
+begin with `[rank] `. Lines that were drawn over (carriage returns, backspaces: progress bars) are left out. Lines of
+TensorFlow's log that every rank has, Python warnings, and a traceback that another rank has shown, are shown once.
+All text is bytes, so any encoding works.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import BinaryIO
 
 from tfring.launch import tracebacks
 
-_LINE_SECONDS = 0.1  # how long rank 0's line may lack its end until it is shown without, as a question is
-_MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in parts
-_MOST_LOG_LINES = 10_000  # different ones, that are remembered
-_KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
-# A line of TensorFlow's log; what follows the time and the thread is the same on all ranks, if the line is.
+_LINE_SECONDS = 0.1  # after which an unfinished line of rank 0 is shown, such as a question
+_MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in parts
+_MOST_LOG_LINES = 10_000  # distinct lines that are remembered
+_KEPT_LINES = 400  # of a worker's standard error, to report why it failed
+# A line of TensorFlow's log. If ranks log the same line, the part after the time and the thread is the same.
 _LOG = re.compile(
     rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE]|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+) (\S+:\d+\] .*)"
     rb"|(WARNING: All log messages before absl::InitializeLog\(\) .*|To enable the following instructions: .*)"
 )
-# A warning as Python writes it; a line of the source follows it where there is one.
+# A warning as Python writes it. A line of the source follows it, if there is one.
 _WARNING = re.compile(rb"\S.*:\d+: (\w*Warning: .*)")
-_PIPE_BYTES, _TERMINAL_BYTES = select.PIPE_BUF, 256  # what takes some bytes takes as many without blocking
-_MOST_PENDING_BYTES = 1 << 26  # what is printed beyond is dropped; reached only by what is being stopped
+_PIPE_BYTES, _TERMINAL_BYTES = select.PIPE_BUF, 256  # an output ready for some bytes takes these without blocking
+_MOST_PENDING_BYTES = 1 << 26  # output beyond it is dropped; only a job being stopped reaches it
 
 
 class Surface:
-    """A terminal, file or pipe where lines of several ranks meet rank 0's unfinished one.
+    """A terminal, file or pipe that shows lines of several ranks and rank 0's unfinished line.
 
-    Whatever cannot be written at once is kept, and written by `flush`, so that no reader holds up its caller.
+    Output that cannot be written at once is kept, and written by `flush`, so that no reader blocks the caller.
     """
 
     def __init__(self, fd: int) -> None:
@@ -54,7 +54,7 @@ class Surface:
         self._problem: OSError | None = None
 
     def write_line(self, line: bytes) -> None:
-        """Shows a whole line. An unfinished one is drawn again below it, on a terminal, or ended."""
+        """Shows a full line. An unfinished line is drawn again below it on a terminal, and ended otherwise."""
         if not self._unfinished:
             self._write(line + b"\n")
         elif self._is_terminal:
@@ -64,26 +64,26 @@ class Surface:
             self._unfinished = b""
 
     def write_raw(self, data: bytes) -> None:
-        """Shows what may end within a line."""
+        """Shows data that may end within a line."""
         self._write(data)
         last = data.rpartition(b"\n")[2] if b"\n" in data else self._unfinished + data
         self._unfinished = last.rpartition(b"\r")[2][-_MAX_LINE_BYTES:]
 
     @property
     def num_pending(self) -> int:
-        """Bytes that are still to be written."""
+        """Number of bytes that are still to be written."""
         return len(self._pending)
 
     def take_problem(self) -> OSError | None:
-        """Returns once why nothing is written any more: the disk is full, the terminal gone."""
+        """Returns, once, the reason why nothing more is written: the disk is full, or the terminal is gone."""
         problem, self._problem = self._problem, None
         return problem
 
     def flush(self) -> None:
-        """Writes as much as is taken at once.
+        """Writes as much as can be written without blocking.
 
         Raises:
-          BrokenPipeError: No process reads any more.
+          BrokenPipeError: If no process reads any more.
         """
         written = 0
         try:
@@ -91,7 +91,7 @@ class Surface:
                 while written < len(view) and (self._is_file or _takes_some(self.fd)):
                     size = len(view) if self._is_file else _TERMINAL_BYTES if self._is_terminal else _PIPE_BYTES
                     written += os.write(self.fd, view[written : written + size])
-        except BlockingIOError:  # someone made our output non-blocking
+        except BlockingIOError:  # another process made our output non-blocking
             pass
         except BrokenPipeError:
             self.fd, written = -1, len(self._pending)
@@ -116,7 +116,7 @@ def _takes_some(fd: int) -> bool:
 
 
 def surfaces() -> tuple[Surface, Surface]:
-    """Those of standard output and standard error; one and the same where both go to one place."""
+    """Returns the surfaces of standard output and standard error. They are the same if both go to one place."""
     out, err = os.fstat(1), os.fstat(2)
     one = (out.st_dev, out.st_ino, out.st_rdev) == (err.st_dev, err.st_ino, err.st_rdev)
     surface = Surface(1)
@@ -147,8 +147,8 @@ class Stream:
         self._log = log
         self._shown = shown
         self.show_rest_at: float | None = None  # when `show_rest` is to be called
-        self._rest = b""  # the line that has no end yet
-        self._not_shown = b""  # what rank 0 has still to show
+        self._rest = b""  # the unfinished line
+        self._not_shown = b""  # output of rank 0 that is still to be shown
         self._tracebacks = tracebacks.Folding(rank, shown.tracebacks)
         self._folds_log = False  # whether the last line of the log was left out
         self._folds_source = False  # whether the line of the source of a warning is left out
@@ -158,7 +158,7 @@ class Stream:
             os.set_blocking(fd, False)
 
     def pump(self) -> bool:
-        """Shows what is there to read now, not what a worker prints meanwhile. False once it has closed its end."""
+        """Shows the output available now, not later output. Returns False once the worker has closed its end."""
         if self.fd is None:
             return True
         left = max(1, _num_readable(self.fd))
@@ -174,7 +174,7 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Shows what is there to read, and the last line if it has no end."""
+        """Shows the output available, and the last line if it is unfinished."""
         self.pump()
         self.show_rest()
         if self._rest:
@@ -185,18 +185,18 @@ class Stream:
                 os.close(self.fd)
 
     def last_words(self) -> tuple[list[bytes], bool]:
-        """The last traceback, or else the last lines; and whether lines of other ranks were shown since."""
+        """Returns the last traceback, or without one the last lines, and whether other ranks have shown lines since."""
         lines = list(self.lines)
         traceback = tracebacks.last(lines)
         since = self._others_before_traceback if traceback else self._others_before_line
         return traceback or lines[-20:], self._shown.by_others(self._rank) > since
 
     def last_traceback(self) -> list[bytes]:
-        """The last traceback, without lines of TensorFlow's log; empty where there is none."""
+        """Returns the last traceback, without lines of TensorFlow's log. Empty if there is none."""
         return tracebacks.last([line for line in self.lines if not _LOG.match(line)])
 
     def take(self, data: bytes) -> None:
-        """Shows what the worker has printed."""
+        """Shows output of the worker."""
         if self._log:
             try:
                 self._log.write(data)
@@ -213,7 +213,7 @@ class Stream:
             self._finish_line(line)
 
     def show_rest(self) -> None:
-        """Shows a traceback that has not ended, and a line of rank 0 that has no end."""
+        """Shows a traceback that has not ended, and an unfinished line of rank 0."""
         self.show_rest_at = None
         self._show(self._tracebacks.end())
         if self._not_shown:
@@ -238,7 +238,7 @@ class Stream:
             self.show_rest_at = time.monotonic() + _LINE_SECONDS
 
     def _folded(self, line: bytes) -> list[bytes]:
-        """The lines to show now that this one is there: it, it and those held back before, or none."""
+        """Returns the lines to show after this line arrived: this line, this line after those held back, or none."""
         log = _LOG.match(line)
         lines: list[bytes] = []
         if not log:
@@ -267,7 +267,7 @@ class Stream:
                 self._shown.count(self._rank)
 
     def _now(self) -> bytes:
-        """Returns the time in UTC, where lines are shown with it."""
+        """Returns the time in UTC, if lines are shown with it."""
         now = datetime.datetime.now(datetime.UTC)
         return f"{now:%H:%M:%S}.{now.microsecond // 1000:03} ".encode() if self._timestamps else b""
 
@@ -289,7 +289,7 @@ class Stream:
 
 
 class Shown:
-    """Counts the lines that each rank has shown, and which lines of the log and tracebacks."""
+    """Counts the lines that each rank has shown, and records which lines of the log and tracebacks were shown."""
 
     def __init__(self) -> None:
         self._lines: collections.Counter[int] = collections.Counter()
@@ -298,7 +298,7 @@ class Shown:
         self.tracebacks: dict[bytes, tracebacks.Traceback] = {}
 
     def count_log_line(self, rank: int, text: bytes) -> bool:
-        """Counts a line of a rank's log. Returns True if another rank has shown it as often as this one has it now."""
+        """Counts a line of a rank's log. Returns True if others have shown it as often as this rank has printed it."""
         if len(self._log_of_rank) > _MOST_LOG_LINES:
             self._log.clear()
             self._log_of_rank.clear()

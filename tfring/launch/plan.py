@@ -16,11 +16,11 @@ def text(command: Sequence[str], hosts: Sequence[Host], num_workers: int, num_se
     """Returns a line for each host and each worker.
 
     Args:
-      command: What each worker runs.
-      hosts: Where they start; none for this machine.
-      num_workers: Their number.
-      num_servers: Of parameter servers, which hosts take in turn.
-      way: How to get to the hosts.
+      command: Command that each worker runs.
+      hosts: Hosts on which the workers start. Empty: this machine.
+      num_workers: Number of workers.
+      num_servers: Number of parameter servers. The hosts take them in turn.
+      way: The command that reaches the hosts, and the environment there.
     """
     processes = _counted(num_workers, "worker") + (f" and {_counted(num_servers, 'server')}" if num_servers else "")
     lines = [f"{processes} of: {shlex.join(command)}"]

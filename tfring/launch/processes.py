@@ -1,4 +1,4 @@
-"""Leaves no process behind, by the means of Linux: death signals, subreapers, the tree under /proc."""
+"""Leaves no process behind, with the means of Linux: death signals, subreapers, the tree under /proc."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# What is left of a job may end by itself (multiprocessing's resource tracker does), is asked to, is made to.
+# Processes left of a job first may end by themselves (multiprocessing's resource tracker does), then get these signals.
 _LAST_CHANCES = ((None, 0.5), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0))
 _POLL_SECONDS = 0.02
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel send SIGKILL to this process when its parent dies, however it dies."""
+    """Makes the kernel send SIGKILL to this process when its parent dies, however it dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(128 + signal.SIGKILL)
@@ -31,7 +31,7 @@ def adopt_orphans() -> None:
 
 
 def reap() -> dict[int, int]:
-    """Collects the children that have ended: exit code by process id, negative for a signal."""
+    """Collects the children that have ended. Returns exit codes by process id, negative for a signal."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -43,7 +43,7 @@ def reap() -> dict[int, int]:
 
 
 def descendants(of: int) -> list[int]:
-    """Process ids below `of`, zombies left out."""
+    """Returns the ids of the processes below `of`, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -80,7 +80,7 @@ def end_descendants() -> None:
 
 
 def send_signal(pid: int, signum: int, *, to_group: bool = False) -> None:
-    """Sends a signal to a process, or to the group it leads, that may be gone already."""
+    """Sends a signal to a process, or to the group that it leads. It may be gone already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if to_group else os.kill)(pid, signum)
 

@@ -18,13 +18,13 @@ from tfring.launch import frames, processes
 from tfring.launch.hosts import Host
 from tfring.transport import wire
 
-# Of the launcher's environment a worker elsewhere gets these, and what --env names.
+# A worker on another host gets these variables of the launcher's environment, and those that --env names.
 _PASSED_PREFIXES = ("TFRING_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "PYTHON")
 _NOT_PASSED = ("TF_CONFIG",)
 
 
 class Way(NamedTuple):
-    """The command that reaches hosts, and the environment that workers find there."""
+    """The command that reaches hosts, and the environment of the workers there."""
 
     connect: Callable[[str, str], list[str]]  # the host, a shell command -> the command that runs it there
     python: str
@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
 
 def passed_on(environ: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that workers on other hosts get.
+    """Returns the variables that workers on other hosts get.
 
     >>> passed_on({"KERAS_BACKEND": "tensorflow", "HOME": "/root", "TOKEN": "x"}, ["TOKEN"])
     {'KERAS_BACKEND': 'tensorflow', 'TOKEN': 'x'}
@@ -53,7 +53,7 @@ def ssh(
     identity: pathlib.Path | None = None,
     config: pathlib.Path | None = None,
 ) -> list[str]:
-    """The command that runs a shell command on a host, never asking for anything.
+    """Returns the command that runs a shell command on a host, and never prompts.
 
     >>> ssh("user@host1", "uname", port=2222)[-5:]
     ['-p', '2222', '--', 'user@host1', 'uname']
@@ -67,7 +67,7 @@ def ssh(
 
 
 def by_ssh(**options: Any) -> Callable[[str, str], list[str]]:
-    """Returns the way to a host over ssh with these options; to this one none, unless there are options.
+    """Returns a function that makes the ssh command with these options. Without any, this host is reached without ssh.
 
     >>> by_ssh(port=None)("localhost", "uname")
     ['sh', '-c', 'uname']
@@ -82,18 +82,18 @@ def by_ssh(**options: Any) -> Callable[[str, str], list[str]]:
 
 
 def srun(host: str, command: str) -> list[str]:
-    """The command that runs a shell command on a node of this allocation, beside whatever runs there.
+    """Returns the command that runs a shell command on a node of this allocation, beside other programs there.
 
     >>> srun("node1", "uname")[-4:]
     ['--nodelist=node1', 'sh', '-c', 'uname']
     """
-    # Unbuffered: SLURM keeps what is no whole line, and frames are none.
+    # Unbuffered: SLURM holds back incomplete lines, and frames are not lines.
     job = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered"]
     return [*job, f"--nodelist={host}", "sh", "-c", command]
 
 
 class RemoteHost:
-    """An agent on a host, with the workers it has been given."""
+    """An agent on a host, with its workers."""
 
     def __init__(self, host: Host, ranks: Sequence[int], way: Way) -> None:
         self.name = host.name
@@ -106,7 +106,7 @@ class RemoteHost:
         self._credit = threading.Semaphore(frames.INPUT_MESSAGES)
 
     def start(self, command: Sequence[str], num_nodes: int, num_workers: int) -> None:
-        """Goes there, and says what to run (1)."""
+        """Connects to the host, and sends the command to run (1)."""
         agent = f"cd -- {shlex.quote(self._way.workdir)} && exec {shlex.quote(self._way.python)} -m tfring.launch.agent"
         connect = self._way.connect(self.name, agent)
         self.way_there = connect[0]
@@ -131,22 +131,22 @@ class RemoteHost:
         )
 
     def tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
-        """Sends a message, without waiting; nowhere, if the way there is gone."""
+        """Sends a message without waiting. It is dropped if the connection is gone."""
         self._to_write.put(wire.pack(kind, data, **fields))
 
     def _write_all(self, stdin: IO[bytes]) -> None:
-        """Writes in a thread of its own: an agent that writes itself may not read."""
+        """Writes in a separate thread: an agent that is writing may not read."""
         with contextlib.suppress(OSError), stdin:
             while (data := self._to_write.get()) is not None:
                 frames.write(stdin.fileno(), data)
 
     def read(self) -> list[wire.Message] | None:
-        """The messages that have come; None once the way there is closed."""
+        """Returns the messages that have arrived, or None once the connection is closed."""
         data = os.read(self.fd, 1 << 18)
         return list(self._reader.feed(data)) if data else None
 
     def forward_stdin(self) -> None:
-        """Passes this process's standard input on, from a thread of its own: it may be a file, a terminal, a pipe."""
+        """Passes this process's standard input on, from a separate thread: it may be a file, a terminal or a pipe."""
 
         def forward() -> None:
             with contextlib.suppress(OSError):
@@ -158,13 +158,13 @@ class RemoteHost:
         threading.Thread(target=forward, daemon=True).start()
 
     def on_taken(self) -> None:
-        """Rank 0 has taken a message of its standard input: another may follow."""
+        """Allows another message of standard input to follow: rank 0 has taken one."""
         self._credit.release()
 
     def close(self) -> None:
-        """Lets the agent end; it stops what still runs."""
+        """Lets the agent end. It stops workers that still run."""
         self._to_write.put(None)
 
     def kill(self) -> None:
-        """Gives the way there up."""
+        """Kills the process that connects to the host."""
         processes.send_signal(self.process.pid, 9)

@@ -1,4 +1,4 @@
-"""One job after the other, until one ends well: what `--max-restarts` asks for."""
+"""Runs one job after the other until one succeeds, for `--max-restarts`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tfring.launch.job import Job, interrupted
 
 _AT_ONCE_SECONDS = 60.0  # a script that fails earlier has hardly trained
 _MAX_DELAY_SECONDS = 30.0
-_ASK_SECONDS = 60.0  # between two questions for hosts
-_MIN_ASKS = 5  # in the time that is waited for them
+_ASK_SECONDS = 60.0  # between two requests for hosts
+_MIN_ASKS = 5  # requests during the time to wait for hosts
 
 
 class Limits(NamedTuple):
-    """The most restarts of all workers, and the fewest workers to restart with."""
+    """The maximum number of restarts of all workers, and the minimum number of workers to restart with."""
 
     max_restarts: int
-    min_workers: int | None = None  # None: as many as at first
+    min_workers: int | None = None  # None: the number at the start
 
 
 class Restarts:
-    """Runs a job, and again with fresh ports after a failure.
+    """Runs a job, and runs it again with fresh ports after a failure.
 
     Args:
-      make_job: `make_job(hosts, variables, restart=..., delay_seconds=..., sequel=...)`, with `variables` for the
-        workers' environment.
-      hosts: Where to start workers; none for this host.
-      limits: What is allowed.
+      make_job: A function `make_job(hosts, variables, restart=..., delay_seconds=..., sequel=...)` that returns a
+        `Job`, with `variables` for the workers' environment.
+      hosts: Hosts on which to start workers. Empty: this host.
+      limits: The limits of restarts.
       environ: The launcher's environment.
-      ask: Returns the hosts there are now, asked before each restart; by default they stay those of the start.
-      ask_seconds: How long to ask until there are enough.
+      ask: A function that returns the hosts available now, called before each restart. By default they stay the same.
+      ask_seconds: Time to ask until there are enough hosts, in seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Restarts:
         self._failures_at_once = 0
 
     def run(self, parent_gone: int) -> int:
-        """As `Job.run`, of the last job."""
+        """Runs the jobs. Returns the exit code of the last job, as `Job.run`."""
         delay = 0.0
         while True:
             self._goes_on = False
@@ -80,11 +80,11 @@ class Restarts:
             delay = min(0.5 * 2**self._failures_at_once, _MAX_DELAY_SECONDS)
 
     def _sequel(self, job: Job) -> str:
-        """Decides whether there is another try; for the line that says who failed."""
+        """Decides whether there is another try. Returns text for the line that reports the first to fail."""
         if not self._limits.max_restarts or job.asked_to_stop:
             return ""
         first = job.first_to_fail
-        if first is None and not self._restart:  # what never started has nothing to go on from
+        if first is None and not self._restart:  # a job that never started has nothing to resume
             return ""
         preempted = first is not None and first.exit_code == launch_variables.PREEMPTED
         by_itself = first is not None and not preempted and not first.lost_a_peer and (first.exit_code or 0) > 0
@@ -106,7 +106,7 @@ class Restarts:
         )
 
     def _leave_out(self, lost: Sequence[str]) -> str:
-        """Leaves lost hosts out where enough are left; returns what there is to say of the hosts of the next try."""
+        """Leaves lost hosts out if enough are left. Returns text about the hosts of the next try."""
         if self._ask is None and (not lost or self._limits.min_workers is None):
             return ""
         left = [host for host in self._hosts if host.name not in lost]
@@ -134,7 +134,7 @@ class Restarts:
             return []
 
     def _wait_for_hosts(self, parent_gone: int) -> int | None:
-        """Asks until there are enough hosts; returns an exit code if there never are, or the launcher is to stop."""
+        """Asks until there are enough hosts. Returns an exit code if this fails, or if the launcher is to stop."""
         end = time.monotonic() + self._ask_seconds
         while num_workers(self._hosts) < self._least:
             if time.monotonic() >= end:

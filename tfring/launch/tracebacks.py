@@ -1,4 +1,4 @@
-"""Tracebacks among what workers print: one that several ranks share is shown once, and mentioned at the end."""
+"""Tracebacks in the output of workers: one that several ranks share is shown once, and mentioned at the end."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # "Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):" but not the
-# "    | Traceback (most recent call last):" within a group, and what faulthandler writes of a crash.
+# "    | Traceback (most recent call last):" within a group, and the line that faulthandler writes on a crash.
 START = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
 _FRAMES = re.compile(rb"\(most recent call last\):\r?$")  # of Python, and of the graph in TensorFlow's errors
-_OF_FRAMES = re.compile(rb"  |[\s^~]*$")  # Python marks a place in a line of many lines without an indent
+_OF_FRAMES = re.compile(rb"  |[\s^~]*$")  # Python marks a place in a multi-line statement without an indent
 _CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
-_FEWEST_FRAMES = 4  # lines of frames that are worth folding by themselves
+_FEWEST_FRAMES = 4  # lines of frames that are worth folding if the message differs
 _MOST_FRAMES = 2000
-_MOST_MESSAGE_LINES = 50  # after frames, that are compared
+_MOST_MESSAGE_LINES = 50  # lines after frames that are compared
 _MOST_SUMMARY = 300  # characters
 
 
 class Fold(bytes):
-    """The line that is shown in place of frames, or a traceback, that another rank has shown."""
+    """The line shown in place of frames, or of a traceback, that another rank has shown."""
 
 
 class Traceback(NamedTuple):
-    """Frames that a rank has shown, and the lines it has shown after them."""
+    """The rank that has shown some frames, and the lines that it has shown after them."""
 
     rank: int
     message: list[bytes]
@@ -33,11 +33,11 @@ class Traceback(NamedTuple):
 class Folding:
     """Holds back the tracebacks of a stream until it is known whether another rank has shown the same.
 
-    Where the message differs, it is shown with one line in place of the frames; where all is the same, that line is.
+    If the message differs, it is shown with one line in place of the frames. If all is the same, only that line is.
 
     Args:
-      rank: Whose stream it is.
-      known: Tracebacks that ranks have shown, by their frames; shared by all streams.
+      rank: Rank of the stream.
+      known: Tracebacks that ranks have shown, by their frames. All streams share it.
     """
 
     def __init__(self, rank: int, known: dict[bytes, Traceback]) -> None:
@@ -45,18 +45,18 @@ class Folding:
         self._known = known
         self._frames: list[bytes] = []  # that have not ended yet
         self._message: list[bytes] | None = None  # of this rank's traceback, for others to compare with
-        self._other: Traceback | None = None  # the same one of another rank, so far
+        self._other: Traceback | None = None  # another rank's, the same so far
         self._num_compared = 0  # lines of its message
-        self._held: list[bytes] = []  # what is shown where the message is another
-        self._fold: list[bytes] = []  # what is shown where it is the same
+        self._held: list[bytes] = []  # lines to show if the message differs
+        self._fold: list[bytes] = []  # lines to show if it is the same
 
     @property
     def is_pending(self) -> bool:
-        """True until `end` may be called: a traceback may not have ended."""
+        """True while a traceback may not have ended, so that `end` has to be called."""
         return bool(self._frames) or self._message is not None or self._other is not None
 
     def take(self, line: bytes) -> tuple[list[bytes], bool]:
-        """Returns the lines to show now, and whether this one is among them or held back."""
+        """Returns the lines to show now, and whether this line is among them or held back."""
         if self._frames and _OF_FRAMES.match(line) and len(self._frames) < _MOST_FRAMES:
             self._frames.append(line)
             return [], True
@@ -78,7 +78,7 @@ class Folding:
         return lines, False
 
     def end(self) -> list[bytes]:
-        """Returns the lines to show when nothing has followed for a while."""
+        """Returns the lines to show if nothing has followed for a while."""
         lines = self._end_of_frames()
         self._message = None
         if self._other is None:
@@ -112,7 +112,7 @@ class Folding:
 
 
 def last(lines: Sequence[bytes]) -> list[bytes]:
-    """Returns the last traceback and what follows it, from the error that caused it; empty where there is none."""
+    """Returns the last traceback and what follows it, beginning with the error that caused it. Empty if none."""
     starts = [i for i, line in enumerate(lines) if START.search(line)]
     if not starts:
         return []
@@ -123,7 +123,7 @@ def last(lines: Sequence[bytes]) -> list[bytes]:
 
 
 def without_frames(lines: Sequence[bytes]) -> list[bytes]:
-    """A traceback without its frames and those of TensorFlow's graph in its message, which were shown before."""
+    """Returns a traceback without its frames and those of TensorFlow's graph in its message, shown before."""
     result: list[bytes] = []
     skips = False
     for line in lines:
@@ -135,17 +135,17 @@ def without_frames(lines: Sequence[bytes]) -> list[bytes]:
 
 
 def is_same(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
-    """Returns whether two tracebacks have the same frames and the same message; more may follow one of them."""
+    """Returns whether two tracebacks have the same frames and the same message. More lines may follow one of them."""
     num_lines = max(_first_of_message(one), _first_of_message(other)) + 1
     shorter = min(len(one), len(other))
     return 1 < num_lines <= shorter and one[:shorter] == other[:shorter]
 
 
 def summary(lines: Sequence[bytes]) -> str:
-    """Returns the error of a traceback in a line: "ValueError: shapes differ."
+    """Returns the error of a traceback in one line: "ValueError: shapes differ."
 
-    Keras and TensorFlow begin with a line that tells little; then the next paragraph is added. A long one is cut after
-    a sentence, or a word.
+    Errors of Keras and TensorFlow begin with a line that says little. In this case the next paragraph is added. A long
+    text is cut after a sentence, or after a word.
     """
     first = _first_of_message(lines)
     words = list(lines[first : first + 1])
@@ -163,7 +163,7 @@ def summary(lines: Sequence[bytes]) -> str:
 
 
 def _first_of_message(lines: Sequence[bytes]) -> int:
-    """Returns the number of the line that begins the message of a traceback."""
+    """Returns the index of the line that begins the message of a traceback."""
     number = max((i for i, line in enumerate(lines) if START.search(line)), default=0) + 1
     while number < len(lines) and _OF_FRAMES.match(lines[number]):
         number += 1

@@ -1,4 +1,4 @@
-"""Starts one worker, on whichever host this is."""
+"""Starts one worker on the host of this process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tfring.cpus import available_cpus, share_of_cores, thread_variables
 from tfring.gpus import gpu_variables, shortage
 from tfring.launch import processes
 
-FDS_OF_A_WORKER = 6  # its socket, the same for a restart, two pipes it prints to, one it reports by, its log
-_MOST_RANKS_A_CPU = 4  # with huge pages, by which each thread's memory begins with 2 MB that the kernel clears
+FDS_OF_A_WORKER = 6  # its socket, one for a restart, two pipes for its output, one for its reports, its log
+_MOST_RANKS_A_CPU = 4  # with huge pages: each thread's memory then begins with 2 MB that the kernel clears
 _HOOK = os.path.join(os.path.dirname(__file__), "hook")  # Python runs its sitecustomize.py before the program
 
 
 class Started(NamedTuple):
-    """A worker's process, and where to read what it prints."""
+    """A worker's process, and the descriptors from which its output is read."""
 
     process: subprocess.Popen
     out: int
     err: int
-    taken: int  # reads as not empty once the worker has taken its place in the ring
+    taken: int  # has something to read once the worker has taken its place in the ring
 
 
 def start(
@@ -38,19 +38,19 @@ def start(
     cwd: str | None = None,
     place: Mapping[str, str] | None = None,
 ) -> Started:
-    """Starts the worker that takes `cluster`'s place, in a group of its own. It dies with this process.
+    """Starts the worker at the place of `cluster`, in its own process group. It dies with this process.
 
     Args:
       command: The program with its arguments.
-      cluster: Its place, with the socket it inherits.
-      environ: To which the launcher adds.
-      stdin: As `subprocess.Popen` takes it.
-      cwd: Where it runs; here by default.
-      place: The variables that say its place; by default those of `cluster`.
+      cluster: Place of the worker, with the socket that it inherits.
+      environ: Environment to which the launcher adds variables.
+      stdin: Standard input, as for `subprocess.Popen`.
+      cwd: Working directory. Defaults to that of this process.
+      place: Environment variables that describe its place. Defaults to those of `cluster`.
 
     Raises:
-      OSError: It cannot be started.
-      ConfigurationError: It cannot be bound to cores.
+      OSError: If it cannot be started.
+      ConfigurationError: If it cannot be bound to cores.
     """
     assert cluster.listen_fd is not None
     cpus = available_cpus()
@@ -68,11 +68,11 @@ def start(
         if warning is not None and cluster.local_rank == 0 and not is_server:
             print(f"tfring launch: {warning}", file=sys.stderr, flush=True)
         if cluster.rank > 0:
-            variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # rank 0 says what TensorFlow says of itself
-    variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
-    variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
+            variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # rank 0 shows what TensorFlow logs about itself
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # output is shown as soon as it is printed
+    variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows its place
     if cluster.local_world_size <= _MOST_RANKS_A_CPU * cpus:
-        variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB
+        variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin in pages of 4 kB
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     taken, taken_end = os.pipe()
@@ -86,7 +86,7 @@ def start(
             stdout=out_end,
             stderr=err_end,
             pass_fds=[cluster.listen_fd, taken_end],
-            start_new_session=True,  # leads a group of its own, to be signalled with what it starts
+            start_new_session=True,  # leads its own group, to be signalled with what it starts
             preexec_fn=functools.partial(_prepare, os.getpid(), bound),
         )
     finally:

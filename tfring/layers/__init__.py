@@ -1,4 +1,4 @@
-"""Layers that know of the other workers, and helpers for models that have such layers."""
+"""Layers that communicate with the other workers, and helpers for models that have such layers."""
 
 from tfring.layers.batch_normalization import (
     freeze_batch_normalization,

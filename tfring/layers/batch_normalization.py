@@ -1,4 +1,4 @@
-"""Helpers for models that have batch normalization: synchronize it, replace it, freeze it."""
+"""Helpers for models with batch normalization: synchronize it, replace it, freeze it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tfring.layers.sync_batch_normalization import SyncBatchNormalization
 def to_sync_batch_normalization(
     model: keras.Model, *, synchronization: str = "all_reduce", sync_every: int = 1
 ) -> keras.Model:
-    """A copy of the model whose batch normalization sees the whole global batch; all weights are kept.
+    """Returns a copy of the model whose batch normalization sees the whole global batch; all weights are kept.
 
-    Every `keras.layers.BatchNormalization` becomes a `SyncBatchNormalization`, also inside nested models
-    and wrappers such as `TimeDistributed`. Call it in the scope of the strategy that will train the copy,
-    then compile the copy: it is not compiled, and a compiled model's optimizer is not taken over.
+    Every `keras.layers.BatchNormalization` becomes a `SyncBatchNormalization`, also inside nested models and wrappers
+    such as `TimeDistributed`. Call it in the scope of the strategy that will train the copy, then compile the copy: it
+    is not compiled, and the optimizer of a compiled model is not copied.
 
     Args:
       model: A built functional or sequential model, such as one of `keras.applications`.
@@ -26,11 +26,10 @@ def to_sync_batch_normalization(
       sync_every: See `SyncBatchNormalization`.
 
     Returns:
-      A new model, with the weights, names and `trainable` settings of the old.
+      A new model with the weights, names and `trainable` settings of the original.
 
     Raises:
-      ValueError: Where the model cannot be rebuilt layer by layer, or a custom layer hides batch
-        normalization.
+      ValueError: If the model cannot be rebuilt layer by layer, or a custom layer hides batch normalization.
 
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
     >>> type(to_sync_batch_normalization(model).layers[0]).__name__
@@ -50,22 +49,22 @@ def to_sync_batch_normalization(
 
 
 def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], int] = 32) -> keras.Model:
-    """A copy of the model with group normalization, which needs no other device's rows.
+    """Returns a copy of the model with group normalization, which needs no rows of other devices.
 
-    Each `keras.layers.BatchNormalization` (and `SyncBatchNormalization`) becomes a
-    `keras.layers.GroupNormalization` with its axis, epsilon, gamma and beta; its moving averages are
-    dropped. The copy computes another function: train or fine-tune it. Other weights are kept.
+    Each `keras.layers.BatchNormalization` (and `SyncBatchNormalization`) becomes a `keras.layers.GroupNormalization`
+    with the same axis, epsilon, gamma and beta. Its moving averages are dropped. The copy computes a different
+    function: train or fine-tune it. Other weights are kept.
 
     Args:
       model: A built functional or sequential model.
-      groups: Number of groups of channels, which divides the channels of each layer; -1 for one group a
-        channel. Or a function from the number of channels to that of groups.
+      groups: Number of groups of channels, which must divide the number of channels of each layer, or -1 for one group
+        per channel. Or a function from the number of channels to the number of groups. Defaults to 32.
 
     Returns:
       A new model.
 
     Raises:
-      ValueError: Where `groups` does not divide the channels of a layer, and as
+      ValueError: If `groups` does not divide the number of channels of a layer; see also
         `to_sync_batch_normalization`.
 
     References:
@@ -107,16 +106,16 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
 
 
 def freeze_batch_normalization(model: keras.Model) -> list[keras.layers.Layer]:
-    """Sets `trainable=False` on all batch normalization of a model, for fine-tuning on small batches.
+    """Sets `trainable=False` on all batch normalization layers of a model, for fine-tuning on small batches.
 
-    A frozen layer normalizes by its moving averages, learns nothing and communicates nothing. Compile the
-    model afterwards, as Keras asks after any change of `trainable`.
+    A frozen layer normalizes by its moving averages, learns nothing and communicates nothing. Compile the model
+    afterwards, as Keras requires after any change of `trainable`.
 
     Args:
       model: Any Keras model, or layer.
 
     Returns:
-      The layers this call has frozen; `unfreeze_batch_normalization` takes them back.
+      The layers that this call has frozen, to pass to `unfreeze_batch_normalization`.
 
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
     >>> [layer.trainable for layer in freeze_batch_normalization(model)]
@@ -128,14 +127,14 @@ def freeze_batch_normalization(model: keras.Model) -> list[keras.layers.Layer]:
 def unfreeze_batch_normalization(
     model: keras.Model, layers: list[keras.layers.Layer] | None = None
 ) -> list[keras.layers.Layer]:
-    """Sets `trainable=True` on all batch normalization of a model; compile the model afterwards.
+    """Sets `trainable=True` on all batch normalization layers of a model; compile the model afterwards.
 
     Args:
       model: Any Keras model, or layer.
-      layers: Only these, such as those `freeze_batch_normalization` returned. Default: all.
+      layers: The layers to unfreeze, such as those that `freeze_batch_normalization` returned. Defaults to all.
 
     Returns:
-      The layers this call has changed.
+      The layers that this call has changed.
 
     >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
     >>> frozen = freeze_batch_normalization(model)
@@ -162,7 +161,7 @@ def _converted(
     copy_weights: Callable[[keras.layers.Layer, keras.layers.Layer], None],
     may_remain: type | tuple[type, ...],
 ) -> keras.Model:
-    """`model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
+    """Returns a copy of `model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
 
     def is_wanted(layer: keras.layers.Layer) -> bool:
         return type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization)

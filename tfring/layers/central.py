@@ -1,4 +1,4 @@
-"""Statistics through a central server: every worker sends its own to rank 0 and gets the merged ones back.
+"""Exchanges statistics through a central server: every worker sends its own to rank 0 and gets the merged ones back.
 
 ```
 rank 1 ──(1)──► rank 0 ──(3)──► rank 1          (1) rank 0 receives from rank 1, 2, ..., N - 1
@@ -6,7 +6,7 @@ rank 2 ──(1)──►   │    ──(3)──► rank 2          (2) and co
 rank 3 ──(1)──►  (2)   ──(3)──► rank 3          (3) and sends it to rank 1, 2, ..., N - 1
 ```
 
-Two messages one after the other for each of the others, instead of the N - 1 steps of a ring; but rank 0
+Each of the other ranks exchanges two messages, one after the other, instead of the N - 1 steps of a ring. But rank 0
 handles 2(N - 1) messages, and each is a full copy of the statistics.
 """
 
@@ -23,11 +23,11 @@ from tfring.layers.exchange import RingStatistics
 from tfring.ring.collectives import Collectives, RingCollectives
 from tfring.runtime import Ring
 
-_lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each ring
+_lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # keyed by ring
 
 
 def connect(ring: Ring) -> None:
-    """Connects rank 0 with each other rank, once a strategy; every rank calls it at the same point."""
+    """Connects rank 0 with each other rank, once per strategy. Every rank calls it at the same point."""
     if ring in _lines or ring.control.world_size == 1 or ring.communication != "ring":
         return
     from tfring.ring import ops
@@ -49,8 +49,8 @@ def connect(ring: Ring) -> None:
             secret=cluster.secret,
         )
         communicator = Communicator.connect(pair, "central", beside=world.communicator)
-        # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks
-        # can wait for each other in different ones.
+        # Ordered with the control ring: a rank then waits in one ring at a time, and no two ranks can wait for each
+        # other in different rings.
         ops.share_order(communicator, world.communicator)
         lines.append(RingCollectives(communicator))
     ring.channels.extend(lines)  # counted and closed with the others
@@ -58,10 +58,10 @@ def connect(ring: Ring) -> None:
 
 
 class CentralStatistics(RingStatistics):
-    """RingStrategy, with `synchronization="central"`.
+    """Statistics over a RingStrategy with `synchronization="central"`.
 
-    Over TensorFlow's collective runtime, which has no message between two workers, all send to all and rank
-    0's result is broadcast: as exact, and dearer than `RingStatistics`.
+    TensorFlow's collective runtime has no messages between two workers. There all workers send to all, and rank 0's
+    result is broadcast: as exact as `RingStatistics`, but more expensive.
     """
 
     def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:

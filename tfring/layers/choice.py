@@ -1,4 +1,4 @@
-"""Chooses the exchange of a layer: by the strategy it runs under and by its user's choice."""
+"""Chooses the exchange of a layer from the strategy it runs under and from its user's choice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tfring.layers import central
 from tfring.layers.exchange import LocalStatistics, ReplicaStatistics, RingStatistics
 from tfring.runtime import ring_of
 
-_num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
+_num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # keyed by a strategy's extended
 
 
 def next_layer_number() -> int:
-    """Counts the layers built under the strategy in scope: all ranks build the same ones, in one order."""
+    """Counts the layers built under the strategy in scope: all ranks build the same layers in the same order."""
     if not tf.distribute.has_strategy():
         return 0
     extended = tf.distribute.get_strategy().extended
@@ -23,7 +23,7 @@ def next_layer_number() -> int:
 
 
 def prepare(synchronization: str) -> None:
-    """Connects an exchange; called where a layer is built, at the same point on every rank."""
+    """Connects an exchange. Called when a layer is built, at the same point on every rank."""
     if synchronization == "central" and tf.distribute.has_strategy():
         ring = ring_of(tf.distribute.get_strategy())
         if ring is not None:
@@ -31,7 +31,7 @@ def prepare(synchronization: str) -> None:
 
 
 def of_replica(synchronization: str, number: int) -> LocalStatistics:
-    """Returns the exchange of the replica this code runs in."""
+    """Returns the exchange of the replica that this code runs in."""
     context = tf.distribute.get_replica_context()
     ring = None if context is None else ring_of(context.strategy)
     if context is None or (ring.num_replicas if ring else context.num_replicas_in_sync) == 1:

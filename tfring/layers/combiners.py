@@ -1,4 +1,4 @@
-"""Several ids an example, in a dense, ragged or sparse tensor, and how their rows become one.
+"""Combines the rows of several ids per example, in a dense, ragged or sparse tensor, into one row.
 
 ```
 ragged   [[4, 1], [], [4]]          ids 4 1 4   of examples 0 0 2   rows a b a ─► a+b, 0, a
@@ -17,13 +17,13 @@ COMBINERS = (None, "sum", "mean", "sqrtn")
 
 
 def check_combiner(combiner: str | None, name: str) -> None:
-    """Raises ConfigurationError for what is no combiner of `name`."""
+    """Raises ConfigurationError if `combiner`, of the layer or table `name`, is none of `COMBINERS`."""
     if combiner not in COMBINERS:
         raise ConfigurationError(f"`combiner` of {name!r} is {combiner!r}, not one of {COMBINERS}.")
 
 
 def check_ids(ids: Any, combiner: str | None, name: str) -> None:
-    """Raises ConfigurationError for ragged or sparse ids, tensors or Keras' symbols, that cannot become one row."""
+    """Raises ConfigurationError for ragged or sparse ids that cannot become one row; `ids` may be a symbol of Keras."""
     layout = _layout(ids)
     if layout != "dense" and (combiner is None or len(ids.shape) != 2):
         raise ConfigurationError(
@@ -34,34 +34,34 @@ def check_ids(ids: Any, combiner: str | None, name: str) -> None:
 
 
 def _layout(ids: Any) -> str:
-    """Returns the layout of ids in a tensor, or a symbol of Keras: "dense", "ragged" or "sparse"."""
+    """Returns the layout of ids in a tensor or a symbol of Keras: "dense", "ragged" or "sparse"."""
     if isinstance(ids, tf.RaggedTensor) or getattr(ids, "ragged", False):
         return "ragged"
     return "sparse" if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False) else "dense"
 
 
 def flat(tensor: Any) -> tf.Tensor:
-    """The values of a ragged or sparse tensor; a dense one as it is."""
+    """Returns the values of a ragged or sparse tensor, or a dense tensor as it is."""
     if isinstance(tensor, tf.RaggedTensor):
         return tensor.flat_values
     return tensor.values if isinstance(tensor, tf.SparseTensor) else tensor
 
 
 def combined(rows: tf.Tensor, ids: Any, weights: Any, combiner: str, mask_zero: bool = False) -> tf.Tensor:
-    """One row an example: `sum w_i r_i` of its ids, for "mean" by `sum w_i`, for "sqrtn" by `sqrt(sum w_i^2)`.
+    """Returns one row per example: `sum w_i r_i`, divided by `sum w_i` ("mean") or by `sqrt(sum w_i^2)` ("sqrtn").
 
     Args:
-      rows: Those of `flat(ids)`.
+      rows: The rows of `flat(ids)`.
       ids: `[..., ids]`, or ragged or sparse of rank 2.
-      weights: `w_i`, laid out as `ids`, of any float dtype; None for 1 each.
+      weights: `w_i`, with the layout of `ids`, of any float dtype. None for 1 each.
       combiner: "sum", "mean" or "sqrtn".
-      mask_zero: Whether id 0 counts for nothing.
+      mask_zero: Whether to ignore id 0. Defaults to False.
 
     Returns:
-      `[..., columns]`, dense, in the dtype of the rows; zeros where all `w_i` are 0 or there is none.
+      A dense tensor of shape `[..., columns]` in the dtype of the rows, with zeros if all `w_i` are 0 or there is none.
 
     Raises:
-      ValueError: For weights that are laid out otherwise.
+      ValueError: If the weights have another layout.
     """
     if weights is not None and _layout(weights) != _layout(ids):
         raise ValueError(f"The weights are {_layout(weights)} and their ids {_layout(ids)}. Both have one layout.")

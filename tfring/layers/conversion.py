@@ -1,4 +1,4 @@
-"""A copy of a functional or sequential model in which some layers are others."""
+"""Copies a functional or sequential model and replaces some of its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfring._keras.layers import all_layers, is_functional
 
 
 def check_built(model: Any) -> None:
-    """Raises ValueError for what is no built Keras model."""
+    """Raises ValueError if `model` is not a built Keras model."""
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(f"`model` is {model}, not a built Keras model.")
 
@@ -23,18 +23,20 @@ def converted(
     convert: Callable[[keras.layers.Layer], keras.layers.Layer],
     copy_weights: Callable[[keras.layers.Layer, keras.layers.Layer], None],
 ) -> keras.Model:
-    """A copy of `model`, not compiled, also of models and wrappers inside of it; all other weights are kept.
+    """Returns a copy of `model` with some layers replaced, also inside nested models and wrappers.
+
+    The copy is not compiled. All other weights are kept.
 
     Args:
       model: A built model.
-      is_wanted: Whether a layer is to be another in the copy.
-      convert: Makes that other of the layer.
-      copy_weights: Called with the layer and its other, once both are built.
+      is_wanted: A function that returns True for a layer to replace.
+      convert: A function that makes the replacement of a layer.
+      copy_weights: A function that is called with the layer and its replacement once both are built.
 
     Raises:
-      ValueError: Where the model cannot be rebuilt layer by layer.
+      ValueError: If the model cannot be rebuilt layer by layer.
     """
-    copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
+    copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one that is used in several places stays one layer
     weights_of: list[tuple] = []
 
     def copy_of(layer: Any) -> Any:
@@ -60,7 +62,7 @@ def converted(
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, keras.layers.GroupNormalization):
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it knows neither
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it accepts neither
         return layer(*args, **kwargs)
 
     def rebuild(model: keras.Model) -> keras.Model:
@@ -81,7 +83,7 @@ def converted(
 
 @contextlib.contextmanager
 def _not_compiled(model: keras.Model) -> Iterator[None]:
-    """Newer versions of Keras compile the copy of a compiled model as well, which not every loss survives."""
+    """Marks models as not compiled. Newer versions of Keras compile their copies too, which fails for some losses."""
     compiled = [m for m in all_layers(model) if isinstance(m, keras.Model) and m.compiled]
     try:
         for m in compiled:

@@ -1,15 +1,16 @@
-"""Products with a kernel that is sharded over ranks, each of which has rows of its own.
+"""Matrix products with a kernel that is sharded over ranks, each of which has its own rows.
 
 ```
 kernel by columns   rows of each ─(1)─► rows of all ─► times W_r ─► columns r of all rows ─(2)─► own rows
 kernel by rows      rows of each ─(2')─► columns r of all rows ─► times W_r ─► parts of sums ─(1')─► own rows
 ```
 
-(1) is an `all_gather`; (1') brings a rank what all have of its rows, and adds it up; (2) and (2') are `all_to_all`. In
-the backward pass a gradient takes the same way back: (1') is the gradient of (1), (2') that of (2), and vice versa.
+(1) is an `all_gather`. (1') sends each rank the parts of its rows from all ranks, and sums them. (2) and (2') are
+`all_to_all`. In the backward pass gradients go the same way back: (1') is the gradient of (1), (2') that of (2), and
+vice versa.
 
-A gradient of the kernel is over the rows of all ranks, each weighed by its rank's share of the batch: that of the
-whole batch, complete when the optimizer takes it. Gradients of the inputs are each rank's own, and not weighed.
+The gradient of the kernel covers the rows of all ranks, each weighted by its rank's share of the batch. It is that of
+the whole batch, complete when the optimizer receives it. Gradients of the inputs are each rank's own, not weighted.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from tfring.ring.collectives import Collectives
 
 
 class DataParallelMatmul:
-    """The ranks of an axis, each with rows of its own.
+    """The ranks of an axis, each with its own rows.
 
     Args:
       collectives: The engine, see `tfring.ring.collectives`.
-      bounds: Where each rank's columns begin and end: of what comes out by columns, of what goes in by rows.
-      key: What the collectives are called, the same on all ranks.
+      bounds: Begin and end of each rank's columns: of the outputs for a kernel by columns, of the inputs for one by
+        rows.
+      key: Name of the collectives, the same on all ranks.
     """
 
     def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:
@@ -41,16 +43,16 @@ class DataParallelMatmul:
     def columns(
         self, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, leaves_parts: bool = False
     ) -> tf.Tensor:
-        """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
+        """Returns `inputs @ kernel + bias` with the full kernel, of which this rank has columns.
 
         Args:
           inputs: `[rows, features]`.
           kernel: `[features, columns of this rank]`, of the dtype of `inputs`.
           bias: `[columns of this rank]`, or None.
-          leaves_parts: False, for they would be of the rows of all ranks.
+          leaves_parts: Must be False: parts would be of the rows of all ranks.
 
         Returns:
-          `[rows, columns of all ranks]`.
+          A tensor of shape `[rows, columns of all ranks]`.
         """
         assert not leaves_parts
         call = _Call(self._collectives, self._sizes, self._key, inputs)
@@ -58,15 +60,15 @@ class DataParallelMatmul:
         return call.full(_product(rows, kernel, bias, shares))
 
     def rows(self, inputs: tf.Tensor, kernel: tf.Tensor, takes_parts: bool = False) -> tf.Tensor:
-        """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
+        """Returns `inputs @ kernel` with the full kernel, of which this rank has rows.
 
         Args:
           inputs: `[rows, features]`.
           kernel: `[features of this rank, units]`, of the dtype of `inputs`.
-          takes_parts: False.
+          takes_parts: Must be False.
 
         Returns:
-          `[rows, units]`.
+          A tensor of shape `[rows, units]`.
         """
         assert not takes_parts
         call = _Call(self._collectives, self._sizes, self._key, inputs)
@@ -75,9 +77,9 @@ class DataParallelMatmul:
 
 
 class _Call:
-    """One product: four exchanges, of which the last two need what the first two learn of the rows of all ranks.
+    """One product: four exchanges. The last two need what the first two learn about the rows of all ranks.
 
-    A rank without rows of the batch computes on a padding row: it sends none, and gets zeros for it.
+    A rank without rows of the batch computes on a padding row: it sends no row, and gets zeros for it.
     """
 
     def __init__(self, collectives: Collectives, sizes: Sequence[int], key: str, inputs: tf.Tensor) -> None:
@@ -88,12 +90,12 @@ class _Call:
         self._num_given = tf.shape(inputs)[0]
         share = self._running.share
         self._share = None if share is None else tf.cast(share, tf.float64)
-        self._counts = tf.zeros([], tf.int64)  # of the rows of each rank, once they are known
+        self._counts = tf.zeros([], tf.int64)  # number of rows of each rank, once known
 
     # -- with gradients ------------------------------------------------------------------------------------------------
 
     def gathered(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """(1) Gathers `[rows, features]` of all ranks, and the share of each row's rank; None where unknown."""
+        """(1) Gathers `[rows, features]` of all ranks, and the share of each row's rank, or None if unknown."""
         call = _tf.with_gradient(partial(self._gather, what="inputs"), partial(self._sum, what="gradient of inputs"))
         everyones, shares, self._counts = self._collectives.call_in_order(call, rows)
         return everyones, self._of_each_row(shares)
@@ -108,7 +110,7 @@ class _Call:
         return self._collectives.call_in_order(call, products)
 
     def sliced(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
+        """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares; see `gathered`."""
         call = _tf.with_gradient(partial(self._cut, what="inputs"), partial(self._join, what="gradient of inputs"))
         columns, shares, self._counts = self._collectives.call_in_order(call, rows)
         return columns, self._of_each_row(shares)
@@ -157,14 +159,14 @@ class _Call:
         return self._as_given(unflatten_columns(received, self._sizes))
 
     def _as_given(self, rows: tf.Tensor) -> tf.Tensor:
-        """Pads rows to their number at the call: with zeros, where the only row is a padding row."""
+        """Pads rows to the number given to the call: with zeros if the only row is a padding row."""
         if self._running.active is not None:
             rows = tf.pad(rows, [[0, self._num_given - tf.shape(rows)[0]], [0, 0]])
         return rows
 
 
 def flat_columns(rows: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
-    """Flattens the columns of `[rows, sum(sizes)]`, `sizes` of them after each other: `[rows * sum(sizes)]`.
+    """Flattens the columns of `[rows, sum(sizes)]`, in groups of `sizes` columns, to `[rows * sum(sizes)]`.
 
     >>> flat_columns(tf.constant([[1, 2, 3], [4, 5, 6]]), [2, 1]).numpy()
     array([1, 2, 4, 5, 3, 6], dtype=int32)
@@ -185,7 +187,7 @@ def unflatten_columns(flat: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
 
 
 def _product(rows: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, shares: tf.Tensor | None) -> tf.Tensor:
-    """Returns `rows @ kernel + bias`; the gradients of kernel and bias weigh each row by its share."""
+    """Returns `rows @ kernel + bias`; the gradients of kernel and bias weight each row by its share."""
 
     @tf.custom_gradient
     def product(rows: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:

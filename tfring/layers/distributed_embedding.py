@@ -1,4 +1,4 @@
-"""DistributedEmbedding: many tables of embeddings for many features, sharded over the workers, in one exchange a step.
+"""DistributedEmbedding: many embedding tables for many features, sharded over the workers, in one exchange per step.
 
 ```
 table items, 5 rows   ─┐                          feature bought   ids 4 1      ─┐
@@ -40,43 +40,43 @@ _BUNDLE = "preprocessed"  # the key of what `preprocess` returns
 class DistributedEmbedding(keras.layers.Layer):
     """Looks up many features in many tables, which are sharded over the workers of a `tfring.RingStrategy`.
 
-    Tables of one width lie one after another in one weight, whose rows are divided as those of a `ShardedEmbedding`: a
-    step costs three `all_to_all` a width, one weight a width has one set of slots and one update. A table may have all
-    of its rows at one worker ("whole") and still be in that weight. Tables divided by columns are in another. Small
-    tables are replicated: each worker has all of their rows at hand, and their gradients join those of other weights.
+    Tables of one width lie one after another in one weight, which is sharded by rows like a `ShardedEmbedding`. A step
+    costs three `all_to_all` per width; one weight per width has one set of slots and one update. A table may have all
+    of its rows on one worker ("whole") and still be in that weight. Tables sharded by columns are in another weight.
+    Small tables are replicated: each worker has all of their rows, and their gradients join those of other weights.
 
-    The interface is that of `keras_rs.layers.DistributedEmbedding`, whose configs are taken as well. What a
-    `ShardedEmbedding` says of calls, weights, files and updates holds here: calls are collectives, `weights` are this
-    worker's part, `get_weights()` gathers, files hold whole tables and load into any number of workers, and with
-    another `plan` too, but for the slots of an optimizer.
+    The interface is that of `keras_rs.layers.DistributedEmbedding`, whose configs are accepted as well. Calls, weights,
+    files and updates work as in `ShardedEmbedding`: calls are collectives, `weights` are this worker's part, and
+    `get_weights()` gathers. Files hold full tables. They load into any number of workers and also, except for the slots
+    of an optimizer, with another `plan`.
 
     Args:
-      feature_configs: A nested structure of `FeatureConfig`; inputs and results have the same.
-      plan: What becomes of each table: a plan of `tfring.parallel.plan_tables`, or a dict from their names to
-        "replicated", whole at each worker; "rows", divided; "whole", at one worker; or "columns", of which each worker
-        has some. Default: `plan_tables` of their sizes, by which those of up to 64 KiB are replicated and others
-        divided by rows. A plan of that many workers says which one owns a whole table; otherwise they are dealt by
-        bytes.
-      update: "rows" (default) or "dense", of divided tables: see `ShardedEmbedding`. Optimizers update replicated
-        tables as any weight.
-      axis: Over which workers tables are divided, "model" or "data": see `ShardedEmbedding`.
-      **kwargs: Those of `keras.layers.Layer`.
+      feature_configs: A nested structure of `FeatureConfig`. Inputs and results have the same structure.
+      plan: The placement of each table: a plan of `tfring.parallel.plan_tables`, or a dict that maps each table's name
+        to "replicated" (in full on each worker), "rows" (sharded by rows), "whole" (in full on one worker) or "columns"
+        (sharded by columns). Defaults to `plan_tables` of the tables' sizes, which replicates tables of up to 64 KiB
+        and shards others by rows. A plan for the same number of workers determines which worker owns a whole table.
+        Otherwise owners are dealt by bytes.
+      update: "rows" (default) or "dense", for tables that are not replicated; see `ShardedEmbedding`. Optimizers update
+        replicated tables like any other weight.
+      axis: The mesh axis over which tables are sharded, "model" or "data"; see `ShardedEmbedding`.
+      **kwargs: The arguments of `keras.layers.Layer`.
 
     Call arguments:
       inputs: int32 or int64 ids for each feature: dense of shape `[batch]` or `[..., ids]`, or with a combiner a
-        `tf.RaggedTensor` or `tf.SparseTensor` of shape `[batch, ids]`; others are cast to int32.
-      weights: a structure like that of `inputs` of float weights of ids, each laid out as its ids; for tables with a
-        combiner only. Default: 1 for each id.
+        `tf.RaggedTensor` or `tf.SparseTensor` of shape `[batch, ids]`. Other dtypes are cast to int32.
+      weights: A structure like that of `inputs` of float weights of the ids, each with the layout of its ids. Only for
+        tables with a combiner. Defaults to 1 for each id.
 
     Returns:
-      For each feature `[batch, embedding_dim]`, or `[..., embedding_dim]`: one row for the ids along the last axis, or
-      one for each id where the table has no combiner. In the layer's compute dtype.
+      For each feature a tensor of shape `[batch, embedding_dim]` or `[..., embedding_dim]`: one row for the ids along
+      the last axis, or one row per id if the table has no combiner. In the layer's compute dtype.
 
     Raises:
-      ConfigurationError: For configs and plans that it does not support; and as `ShardedEmbedding`.
-      ValueError: For inputs of another structure.
-      tf.errors.InvalidArgumentError: For an id that its table has no row for, with the name of the table: on every rank
-        where the table is divided.
+      ConfigurationError: If a config or plan is not supported; see also `ShardedEmbedding`.
+      ValueError: If inputs have another structure.
+      tf.errors.InvalidArgumentError: If a table has no row for an id, with the name of the table; on every rank unless
+        the table is replicated.
 
     >>> from tfring.layers import FeatureConfig, TableConfig
     >>> items = TableConfig("items", vocabulary_size=4, embedding_dim=2, initializer="ones", combiner="sum")
@@ -95,7 +95,7 @@ class DistributedEmbedding(keras.layers.Layer):
         check_axis(axis)
         self.update = update
         self.axis = axis
-        self.supports_jit = False  # XLA has no operations whose results are as large as the ids are different
+        self.supports_jit = False  # XLA has no outputs whose size depends on the number of distinct ids
         self._features = tuple(embedding_configs.features_of(feature_configs))
         self._tables = tuple({f.table.name: f.table for f in self._features}.values())
         self._kinds = self._kinds_of(plan)
@@ -103,12 +103,12 @@ class DistributedEmbedding(keras.layers.Layer):
         self._stacks = tuple(_Stack(chosen, self._features, self._kinds) for chosen in self._stacked())
         numbers = keras.tree.pack_sequence_as(feature_configs, list(range(len(self._features))))
         self._paths = _paths_of(numbers)
-        self._packed = functools.partial(keras.tree.pack_sequence_as, numbers)  # Keras tracks no structure in there
+        self._packed = functools.partial(keras.tree.pack_sequence_as, numbers)  # Keras tracks no structure in it
 
     def _kinds_of(self, plan: Any) -> dict[str, str]:
         sizes = {table.name: (table.vocabulary_size, table.embedding_dim) for table in self._tables}
         if plan is None:
-            plan = plan_tables(sizes, world_size=1)  # whose kinds are those for any number of workers
+            plan = plan_tables(sizes, world_size=1)  # its kinds are those for any number of workers
         kinds = plan.kinds if isinstance(plan, TablePlan) else plan
         is_complete = isinstance(kinds, Mapping) and kinds.keys() == sizes.keys()
         if not is_complete or any(kind not in KINDS for kind in kinds.values()):
@@ -119,7 +119,7 @@ class DistributedEmbedding(keras.layers.Layer):
         return dict(kinds)
 
     def _stacked(self) -> Iterator[list[TableConfig]]:
-        """The tables that share a weight."""
+        """Yields the tables that share a weight."""
         for kinds in (("rows", "whole"), ("columns",)):
             chosen = [table for table in self._tables if self._kinds[table.name] in kinds]
             for width in dict.fromkeys(table.embedding_dim for table in chosen):
@@ -137,7 +137,7 @@ class DistributedEmbedding(keras.layers.Layer):
             stack.build(self, group, owners, f"tables {number}")
 
     def _owners(self, world_size: int) -> dict[str, int]:
-        """Returns the worker that owns each whole table; empty for a process alone."""
+        """Returns the worker that owns each whole table; empty for a single process."""
         if world_size == 1:
             return {}
         if self._plan is not None and self._plan.world_size == world_size:
@@ -149,7 +149,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self.build()
 
     def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> dict[str, Any]:
-        """Bundles inputs and weights, as in keras_rs: a call takes the result in place of `inputs`. Optional."""
+        """Bundles inputs and weights, as in keras_rs. A call accepts the result in place of `inputs`. Optional."""
         self._flat("inputs", inputs)
         if weights is None:
             return {_BUNDLE: {"inputs": inputs}}
@@ -203,16 +203,16 @@ class DistributedEmbedding(keras.layers.Layer):
     # -- whole tables --------------------------------------------------------------------------------------------------
 
     def get_embedding_tables(self) -> dict[str, np.ndarray]:
-        """The whole tables, `[vocabulary_size, embedding_dim]`, by their names; all ranks call it."""
+        """Returns the full tables, `[vocabulary_size, embedding_dim]`, by name. All ranks call it."""
         self.build()
         whole = {name: table for stack in self._stacks for name, table in stack.whole().items()}
         return {table.name: whole[table.name] for table in self._tables}
 
     def set_embedding_tables(self, embedding_tables: Mapping[str, np.ndarray]) -> None:
-        """Takes whole tables by their names, of which each worker keeps its part.
+        """Sets full tables by name. Each worker keeps its part.
 
         Raises:
-          ValueError: Where one is missing, or of another shape.
+          ValueError: If a table is missing or has another shape.
         """
         self.build()
         received = {name: tuple(table.shape) for name, table in embedding_tables.items()}
@@ -223,7 +223,7 @@ class DistributedEmbedding(keras.layers.Layer):
             stack.assign(embedding_tables)
 
     def save_own_variables(self, store: Any) -> None:
-        """All ranks call it, or are in `tfring.save` or `model.save` together."""
+        """Saves full tables. All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
             for number, table in enumerate(self.get_embedding_tables().values()):
                 store[str(number)] = table
@@ -259,25 +259,25 @@ class DistributedEmbedding(keras.layers.Layer):
 
 
 class _Stack:
-    """Tables of one width in one weight, one after another; a replicated table is alone in its own.
+    """Tables of one width in one weight, one after another; a replicated table is alone in its weight.
 
     Args:
       chosen: The tables.
       features: All features of the layer.
-      kinds: By the names of tables.
+      kinds: The kind of each table, by name.
     """
 
     def __init__(self, chosen: list[TableConfig], features: Sequence[FeatureConfig], kinds: Mapping[str, str]) -> None:
         self._kind = kinds[chosen[0].name]
         bounds = itertools.pairwise(itertools.accumulate((t.vocabulary_size for t in chosen), initial=0))
-        self._tables = [(table, *own) for table, own in zip(chosen, bounds, strict=True)]  # and their rows among all
+        self._tables = [(table, *own) for table, own in zip(chosen, bounds, strict=True)]  # with their rows among all
         numbers = {table.name: number for number, table in enumerate(chosen)}
         self._lookups = [(i, numbers[f.table.name]) for i, f in enumerate(features) if f.table.name in numbers]
 
     def build(self, layer: keras.layers.Layer, group: ShardGroup, owners: Mapping[str, int], key: str) -> None:
         group = ShardGroup() if self._kind == "replicated" else group
         if sum(end - begin for table, begin, end in self._tables if table.name not in owners) == 1:
-            # Which is not divided either: so a worker that has all rows has them in the order of whole tables.
+            # A single row is not divided either, so a worker that has all rows has them in the order of whole tables.
             owners = {table.name: owners.get(table.name, 0) for table, _, _ in self._tables}
         last, _, rows = self._tables[-1]
         shape, world_size = (rows, last.embedding_dim), group.collectives.world_size
@@ -289,7 +289,7 @@ class _Stack:
         else:
             owned = [(table.vocabulary_size, owners.get(table.name)) for table, _, _ in self._tables]
             self._sharding = shard_tables(shape, world_size, owned, group.axis)
-        self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # divided ones before whole ones
+        self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # sharded tables before whole ones
         if self._kind == "replicated":
             self._variable = layer.add_weight(name=last.name, shape=shape, initializer=last.initializer)
             mark(self._variable, sums_ids=True)
@@ -300,18 +300,18 @@ class _Stack:
         self._exchange = exchange(self._sharding, names, group, f"{key}, {name}")
 
     def rows(self, ids: Sequence[Any]) -> Iterator[tuple[int, tf.Tensor]]:
-        """Pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""
+        """Returns pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""
         lookups = [(table, flat(ids[feature])) for feature, table in self._lookups]
         rows = self._exchange.rows(values_of(self._variable.value)[0], lookups)
         return zip([feature for feature, _ in self._lookups], rows, strict=True)
 
     def whole(self) -> dict[str, np.ndarray]:
-        """The whole tables by their names; all ranks call it."""
+        """Returns the full tables by name. All ranks call it."""
         value = slots.gather_full(self._variable)
         return {table.name: value[begin:end] for table, begin, end in self._tables}
 
     def assign(self, whole: Mapping[str, Any]) -> None:
-        """Keeps this worker's part of whole tables; of an array in a file nothing else is read."""
+        """Keeps this worker's part of full tables; of an array in a file only this part is read."""
         if sharding_of(self._variable) is None:
             self._variable.assign(np.concatenate([np.asarray(whole[table.name]) for table, _, _ in self._held]))
             return
@@ -322,7 +322,7 @@ class _Stack:
 
 
 def _unbundled(inputs: Any, weights: Any) -> tuple[Any, Any]:
-    """Inputs and weights of a call, which may be what `preprocess` returned."""
+    """Returns the inputs and weights of a call, unpacked if `preprocess` bundled them."""
     if not isinstance(inputs, Mapping) or inputs.keys() != {_BUNDLE}:
         return inputs, weights
     return inputs[_BUNDLE]["inputs"], inputs[_BUNDLE].get("weights", weights)
@@ -333,7 +333,7 @@ def _as_ids(ids: Any) -> Any:
 
 
 def _one_row(rows: tf.Tensor, ids: Any, weights: Any, combiner: str) -> tf.Tensor:
-    """One row an example; dense ids of shape `[batch]` are one each."""
+    """Returns one row per example; dense ids of shape `[batch]` are one per example."""
     if len(ids.shape) == 1:
         rows, ids = rows[:, None], ids[:, None]
         weights = None if weights is None else weights[:, None]

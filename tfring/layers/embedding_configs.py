@@ -1,6 +1,6 @@
 """Configs of `DistributedEmbedding`: its tables, and the features that are looked up in them.
 
-Their attributes are those of `keras_rs.layers.TableConfig` and `FeatureConfig`, which are taken as well.
+Their attributes are those of `keras_rs.layers.TableConfig` and `FeatureConfig`, which are accepted as well.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ class TableConfig:
     """A table of embeddings.
 
     Args:
-      name: Of the table; no other table of the layer has the same.
-      vocabulary_size: How many rows it has; ids run from 0 to `vocabulary_size - 1`.
-      embedding_dim: How many columns. Tables with as many share a weight.
-      initializer: Of Keras. Default "uniform".
-      optimizer: None (default); the model's optimizer updates tables, and another is refused.
-      combiner: "mean" (default), "sum" or "sqrtn" of the rows of an example's ids; or None, and each id keeps its row.
-      placement: "auto" (default) or "default_device", which are the same here; "sparsecore" is refused.
-      max_ids_per_partition: Sizes of buffers on TPUs, as in keras_rs, and not looked at here.
-      max_unique_ids_per_partition: Likewise.
+      name: Name of the table, unique among the tables of the layer.
+      vocabulary_size: Number of rows. Ids range from 0 to `vocabulary_size - 1`.
+      embedding_dim: Number of columns. Tables with the same number of columns share a weight.
+      initializer: A Keras initializer. Defaults to "uniform".
+      optimizer: Must be None (default): the model's optimizer updates tables.
+      combiner: How to combine the rows of an example's ids: "mean" (default), "sum" or "sqrtn". With None each id keeps
+        its row.
+      placement: "auto" (default) or "default_device", which are the same here. "sparsecore" is refused.
+      max_ids_per_partition: Size of buffers on TPUs, as in keras_rs. Ignored here.
+      max_unique_ids_per_partition: Size of buffers on TPUs, as in keras_rs. Ignored here.
 
     Raises:
-      ConfigurationError: For an `optimizer`, and another combiner or placement.
+      ConfigurationError: If `optimizer` is not None, or `combiner` or `placement` is not supported.
 
     >>> TableConfig("items", vocabulary_size=1000, embedding_dim=16).combiner
     'mean'
@@ -65,13 +66,13 @@ class TableConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureConfig:
-    """A feature, whose ids are looked up in a table; several may share one.
+    """A feature whose ids are looked up in a table. Several features may share a table.
 
     Args:
-      name: Of the feature.
-      table: A TableConfig; the same object in each feature that shares it.
-      input_shape: Of the ids of the whole batch, as in keras_rs, and not looked at here.
-      output_shape: Likewise.
+      name: Name of the feature.
+      table: The TableConfig of its table; the same object for all features that share the table.
+      input_shape: Shape of the ids of the whole batch, as in keras_rs. Ignored here.
+      output_shape: Shape of the result for the whole batch, as in keras_rs. Ignored here.
 
     >>> items = TableConfig("items", vocabulary_size=1000, embedding_dim=16)
     >>> [FeatureConfig(name, items).table.name for name in ("bought", "seen")]
@@ -85,7 +86,7 @@ class FeatureConfig:
 
 
 def features_of(configs: Any) -> list[FeatureConfig]:
-    """Configs of this module for those of a nested structure, which may be keras_rs'; a shared table stays shared."""
+    """Returns configs of this module for a nested structure of them or of keras_rs'. A shared table stays shared."""
     tables: dict[int, TableConfig] = {}
 
     def table_of(config: Any) -> TableConfig:
@@ -119,7 +120,7 @@ def _fields_of(kind: type, config: Any) -> dict[str, Any]:
 
 
 def write(features: Sequence[FeatureConfig], tables: Sequence[TableConfig]) -> dict[str, Any]:
-    """Features and tables as lists of plain values; a feature has the number of its table."""
+    """Returns features and tables as lists of plain values. A feature has the number of its table."""
     own = ("name", "input_shape", "output_shape")
     return {
         "tables": [{**vars(table), "initializer": keras.initializers.serialize(table.initializer)} for table in tables],
@@ -131,6 +132,6 @@ def write(features: Sequence[FeatureConfig], tables: Sequence[TableConfig]) -> d
 
 
 def read(config: dict[str, Any]) -> list[FeatureConfig]:
-    """The features that `write` wrote."""
+    """Returns the features that `write` wrote."""
     tables = [TableConfig(**table) for table in config["tables"]]
     return [FeatureConfig(**{**feature, "table": tables[feature["table"]]}) for feature in config["features"]]

@@ -1,12 +1,12 @@
-"""Merges the moments of all replicas of a strategy: one collective, the same bits everywhere.
+"""Merges the moments of all replicas of a strategy in one collective, to the same bits on all replicas.
 
 ```
             in the forward pass: merge                      in the backward pass: sum
 replica i   (count_i, mean_i, m2_i) ─► all ─► (count, mean, m2)     (dy_i, dy_i xhat_i) ─► all ─► sums
 ```
 
-Every replica gets the moments of all, in the order of rank and replica, and merges them itself
-("all_reduce"), or rank 0 does it for all ("central", `tfring/layers/central.py`).
+Every replica gets the moments of all replicas, in the order of rank and replica, and merges them itself
+("all_reduce"), or rank 0 merges them for all ("central", `tfring/layers/central.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class LocalStatistics:
         """Returns the moments `[..., 3, channels]` of all replicas.
 
         Args:
-          moments: This replica's.
-          share: bool scalar, the same on all replicas; where False nothing is exchanged, and each replica
-            keeps its own.
+          moments: The moments of this replica.
+          share: A bool scalar, the same on all replicas. If False, nothing is exchanged and each replica keeps its own
+            moments.
         """
         return moments
 
     def sum(self, sums: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
-        """Returns the sum over all replicas, of tensors of one shape; arguments as for `merge`."""
+        """Returns the sum over all replicas of tensors of the same shape; see `merge` for the arguments."""
         return sums
 
     def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -62,14 +62,14 @@ class ReplicaStatistics(LocalStatistics):
         places = tf.zeros([self._context.num_replicas_in_sync, *mine.shape], mine.dtype)
         everyone = tf.tensor_scatter_nd_update(places, replica, mine[None])
         combined = combine(self._context.all_reduce(tf.distribute.ReduceOp.SUM, everyone))
-        # Replicas of this strategy may not merge inside a tf.cond, so they exchange even what they do not use.
+        # Replicas of this strategy may not merge inside a tf.cond, so they also exchange values that they do not use.
         return combined if share is None else tf.where(share, combined, mine)
 
 
 class RingStatistics(LocalStatistics):
     """Statistics over a RingStrategy: the replicas of a worker join, then one all-gather of the control ring.
 
-    On the control ring and not the gradients', so that no bucket of gradients waits for a statistic.
+    It does not use the gradients' ring, so that no bucket of gradients waits for a statistic.
     """
 
     def __init__(self, ring: Ring, key: str) -> None:
@@ -103,6 +103,6 @@ class RingStatistics(LocalStatistics):
         return combined if share is None else tf.where(share, combined, mine)
 
     def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        """Combines the values of the replicas of all workers, `[replicas of this worker, ...]`."""
+        """Combines the replicas' values of all workers; `replicas` is `[replicas of this worker, ...]`."""
         everyone = self._control.gather_equal(replicas, name=f"{self._key}/{what}")
         return combine(everyone)

@@ -1,6 +1,6 @@
 """Looks up rows of a sharded table for the ids of each rank; the gradient flows back.
 
-Along the data axis each rank has ids of its own:
+Along the data axis each rank has its own ids:
 
 ```
 worker 0   ids 4 1 4 ─► unique 4 1 ─┐ (1)                     (3)  ┌─► rows of 4 1 ─► of 4 1 4
@@ -8,11 +8,11 @@ worker 0   ids 4 1 4 ─► unique 4 1 ─┐ (1)                     (3)  ┌�
 worker 1   ids 7 4   ─► unique 7 4 ─┘                              └─► rows of 7 4
 ```
 
-(1) each id once to its owner, (2) which gathers the rows of its shard, (3) which go back: two `all_to_all`. In the
-backward pass a worker adds up the gradients of each of its ids, weighs them by its share of the batch, and one
-`all_to_all` carries them to the owners: there they are the gradient of the whole batch.
+(1) A worker sends each id once to its owner, (2) the owner gathers the rows of its shard and (3) sends them back: two
+`all_to_all`. In the backward pass a worker sums the gradients of each of its ids and weights them by its share of the
+batch. One `all_to_all` carries them to the owners, where they are the gradient of the whole batch.
 
-Along the model axis all ranks have the same ids, and each gathers the rows that it owns:
+Along the model axis all ranks have the same ids, and each rank gathers the rows that it owns:
 
 ```
 rank 0     ids 4 1 4 7 ─► unique 4 1 7 ─► own 4 ───┐
@@ -20,10 +20,10 @@ rank 0     ids 4 1 4 7 ─► unique 4 1 7 ─► own 4 ───┐
 rank 1     ids 4 1 4 7 ─► unique 4 1 7 ─► own 1 7 ─┘
 ```
 
-In the backward pass each keeps the gradients of the rows it owns. They are of the examples of its data coordinate, as
-those of any other weight.
+In the backward pass each rank keeps the gradients of the rows that it owns. They are gradients of the examples of its
+data coordinate, as for any other weight.
 
-Where columns are divided, all ranks own a part of each row. Ids go to all of them, and what comes back is put together:
+If a table is sharded by columns, all ranks own a part of each row. Ids go to all of them, and the parts are joined:
 
 ```
 worker 0   unique 4 1 ─► to all ─► rank 0: 4 1 by its columns   4a 1a ─┐
@@ -46,13 +46,13 @@ from tfring.sharding import Sharding
 
 
 class Exchange:
-    """Looks up rows of a sharded table, or of several that lie one after another in one.
+    """Looks up rows of a sharded table, or of several tables that lie one after another in one.
 
     Args:
-      sharding: Of all together, by rows.
-      tables: The name, for errors, and the number of rows of each table.
-      group: The ranks over which they are sharded.
-      key: What the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
+      sharding: The sharding of all tables together, by rows.
+      tables: The name (for errors) and the number of rows of each table.
+      group: The ranks over which the tables are sharded.
+      key: Name of the collectives, the same on all ranks; Keras numbers the names of layers on each rank.
     """
 
     def __init__(self, sharding: Sharding, tables: Sequence[tuple[str, int]], group: ShardGroup, key: str) -> None:
@@ -66,14 +66,14 @@ class Exchange:
         self._key = key
 
     def rows(self, variable: tf.Variable, lookups: Sequence[tuple[int, tf.Tensor]]) -> list[tf.Tensor]:
-        """Returns the rows of ids, `[*ids.shape, ...]`, in the dtype of the variable; of all lookups at once.
+        """Returns the rows of ids, `[*ids.shape, ...]`, in the dtype of the variable, for all lookups at once.
 
         Args:
-          variable: Of TensorFlow, this worker's rows.
-          lookups: Pairs of which table, by its number, and int32 or int64 ids of any shape.
+          variable: The TensorFlow variable that holds this worker's rows.
+          lookups: Pairs of the number of a table and int32 or int64 ids of any shape.
         """
         is_exchanged = self._collectives.world_size > 1
-        if partition.is_noted() and not is_exchanged:  # a replicated table, which is the only one of its weight
+        if partition.is_noted() and not is_exchanged:  # a replicated table, the only one in its weight
             with partition.own():
                 checks = self._check(self._ids_of_all(lookups)[1])
             with tf.control_dependencies(checks):
@@ -88,10 +88,10 @@ class Exchange:
             shaped = [_shaped(part, ids) for part, (_, ids) in zip(parts, lookups, strict=True)]
         return [_declared(rows, ids) for rows, (_, ids) in zip(shaped, lookups, strict=True)]
 
-    # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
+    # -- owners of rows; `ColumnExchange` has others ------------------------------------------------------------------
 
     def _number(self) -> tuple[Sequence[int], Sequence[int], int]:
-        """Returns the number of each table's first row, and the step to that of its next; and the end of all."""
+        """Returns the number of each table's first row, the step to its next row, and the end of the numbers."""
         self._numbers = RowNumbers(self._sharding, self._counts)
         return self._numbers.firsts, self._numbers.steps, self._numbers.end
 
@@ -99,19 +99,19 @@ class Exchange:
         return self._numbers.row_of_owner(numbers)
 
     def _by_owner(self, unique: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Returns ids by owner, and the inverse permutation."""
+        """Returns the positions of ids by owner, and the inverse permutation."""
         owner = tf.cast(self._numbers.owner(unique), tf.int32)
         order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
         return order, tf.math.invert_permutation(tf.concat(order, 0))
 
     def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
-        """Sends each rank the rows that it asked for, and receives those that this one did."""
+        """Sends each rank the rows that it asked for, and receives those that this rank asked for."""
         back, _ = self._collectives.all_to_all(mine, asked_of_each, name=f"{self._key}/rows")
         back.set_shape([None, *mine.shape[1:]])
         return back
 
     def _of_all(self, mine: tf.Tensor, counts: Sequence[tf.Tensor]) -> tf.Tensor:
-        """All-gathers rows, `counts` of them from each rank; the backward pass slices this rank's."""
+        """All-gathers rows, `counts` of them from each rank; the backward pass slices out those of this rank."""
         rank = self._collectives.rank
         begin = tf.add_n(counts[:rank]) if rank else 0
         end = begin + counts[rank]
@@ -125,7 +125,7 @@ class Exchange:
     # -- a lookup ----------------------------------------------------------------------------------------------------
 
     def _ids_of_all(self, lookups: Sequence[tuple[int, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the numbers of all ids, flat; and `[-1 - table, id]` of the first without a row, else `[]`."""
+        """Returns the numbers of all ids, flat, and `[-1 - table, id]` of the first id without a row, or `[]`."""
         is_narrow = all(ids.dtype == tf.int32 for _, ids in lookups) and self._end <= tf.int32.max
         dtype = tf.int32 if is_narrow else tf.int64
         ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), dtype) for _, ids in lookups], 0)
@@ -153,10 +153,10 @@ class Exchange:
     def _of_workers(self, variable: tf.Variable, ids: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
         running = step.current() or step.Step()
         unique, position = tf.unique(ids)
-        # A worker without rows of the batch computes on a padding row: it asks for none of its ids.
+        # A worker without rows of the batch computes on a padding row, and asks for none of that row's ids.
         unique, bad = running.drop_if_empty(unique), running.drop_if_empty(bad)
         order, places = self._by_owner(unique)
-        # An id that no rank owns is sent to all, so that all fail alike and none waits.
+        # An id that no rank owns is sent to all ranks, so that all raise the same error and none waits.
         asked = [tf.concat([tf.gather(unique, numbers), bad], 0) for numbers in order]
         asked, asked_of_each = self._collectives.all_to_all(  # (1)
             tf.concat(asked, 0), tf.stack([tf.size(a, tf.int64) for a in asked]), name=f"{self._key}/ids"
@@ -165,7 +165,7 @@ class Exchange:
         with tf.control_dependencies(self._check(asked, asked_of_each)):
             mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
         back = self._back(mine, asked_of_each)  # (3)
-        if running.active is not None and not running.is_whole:  # ids of a padding row get the zeros after all others
+        if running.active is not None and not running.is_whole:  # ids of a padding row get the row of zeros at the end
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)
@@ -173,7 +173,7 @@ class Exchange:
         return _spread(back, places, lambda gradient: running.zero_if_empty(running.weigh(gradient)))
 
     def _check(self, told: tf.Tensor, asked_of_each: tf.Tensor | None = None) -> list:
-        """Returns operations that fail if an id without a row was sent; `asked_of_each` counts each rank's ids."""
+        """Returns operations that fail if an id without a row was sent; `asked_of_each` counts the ids of each rank."""
         is_bad = told < 0
 
         def text() -> tf.Tensor:
@@ -214,7 +214,7 @@ class ColumnExchange(Exchange):
         all_of_them = tf.range(tf.size(unique))
         return [all_of_them] * self._collectives.world_size, all_of_them
 
-    # Parts of rows, of as many columns as a rank has, travel flat.
+    # Parts of rows, each with the columns of one rank, are sent flattened.
 
     def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
         return self._joined(super()._back(tf.reshape(mine, [-1]), asked_of_each * mine.shape[1]))
@@ -235,7 +235,7 @@ class ColumnExchange(Exchange):
 
 
 def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], group: ShardGroup, key: str) -> Exchange:
-    """Returns the exchange of tables that are sharded by rows or columns; arguments as of `Exchange`."""
+    """Returns the exchange of tables that are sharded by rows or columns; see `Exchange` for the arguments."""
     return (ColumnExchange if sharding.dimension else Exchange)(sharding, tables, group, key)
 
 
@@ -246,7 +246,7 @@ def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
 
 
 def _declared(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows marked for the analysis: what they are, and what their gradients have to be."""
+    """Returns rows marked for the analysis with their kind and the kind that their gradients must have."""
     if not partition.is_noted():
         return rows
     rows = partition.expect_upstream(rows, "rows of gradients", "the gradient of rows that are looked up")
@@ -254,7 +254,7 @@ def _declared(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
 
 
 def _spread(rows: tf.Tensor, place: tf.Tensor, weigh: Callable[[tf.Tensor], tf.Tensor] = tf.identity) -> tf.Tensor:
-    """`tf.gather(rows, place)`, whose gradient adds up in the dtype of the rows and then is weighed."""
+    """Returns `tf.gather(rows, place)`. Its gradient is summed in the dtype of the rows, then passed to `weigh`."""
 
     @tf.custom_gradient
     def spread(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:

@@ -1,8 +1,8 @@
 """Count, mean and squared deviations of each channel: on one replica, and merged over replicas.
 
-Moments are one float64 tensor `[3, channels]`: rows `(count, mean, m2)`, m2 the sum of squared deviations
-from the mean. float64 because a count beyond 2**24 and a mean far from zero (the deviation of two means of
-1e5 is their last float32 bit) need it; the tensor is small.
+Moments are one float64 tensor `[3, channels]` with rows `(count, mean, m2)`; m2 is the sum of squared deviations from
+the mean. A count beyond 2**24 and a mean far from zero (the deviation of two means of 1e5 is their last float32 bit)
+need float64, and the tensor is small.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ _BLOCK_ROWS = 256
 def local_moments(x: tf.Tensor, axis: int, mask: tf.Tensor | None = None) -> tf.Tensor:
     """Computes the moments of one replica's elements.
 
-    Two passes over the data: `shift = mean(x)` rounded to x's dtype, then sums of `d = x - shift` and
-    `d * d`; what the shift was off by comes back out of the sums (Chan, Golub, LeVeque 1983, "corrected
-    two-pass").
+    Makes two passes over the data: `shift = mean(x)` rounded to x's dtype, then sums of `d = x - shift` and `d * d`.
+    The error of the shift is then removed from the sums (Chan, Golub, LeVeque 1983, "corrected two-pass").
 
     Args:
-      x: float32 or float64, of any rank.
-      axis: The channels' axis; not negative.
-      mask: Bool, of x's shape; False elements do not count.
+      x: A float32 or float64 tensor of any rank.
+      axis: The axis of the channels; not negative.
+      mask: A bool tensor of x's shape. False elements do not count. Defaults to None.
 
     Returns:
-      float64 `[3, channels]`; a channel without elements has zeros.
+      A float64 tensor of shape `[3, channels]`, with zeros for a channel without elements.
     """
     channels = x.shape[axis]
     if mask is None:
@@ -45,7 +44,7 @@ def local_moments(x: tf.Tensor, axis: int, mask: tf.Tensor | None = None) -> tf.
 
 
 def merge(moments: tf.Tensor) -> tf.Tensor:
-    """Merges the moments of parts, in their order, to those of all elements.
+    """Merges the moments of parts, in their order, into those of all elements.
 
     ```
     count = sum count_i     mean = sum count_i mean_i / count     m2 = sum (m2_i + count_i (mean_i - mean)^2)
@@ -55,7 +54,7 @@ def merge(moments: tf.Tensor) -> tf.Tensor:
       moments: float64 `[parts, ..., 3, channels]`.
 
     Returns:
-      float64 `[..., 3, channels]`.
+      A float64 tensor of shape `[..., 3, channels]`.
     """
     counts, means, m2s = tf.unstack(moments, axis=-2)
     count = tf.reduce_sum(counts, 0)
@@ -65,7 +64,7 @@ def merge(moments: tf.Tensor) -> tf.Tensor:
 
 
 def mean_and_variance(moments: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns float64 mean and (biased) variance; zeros where all elements are masked out."""
+    """Returns the float64 mean and (biased) variance, zeros for channels whose elements are all masked out."""
     count, mean, m2 = tf.unstack(moments, axis=-2)
     return mean, tf.math.divide_no_nan(m2, count)
 
@@ -73,8 +72,8 @@ def mean_and_variance(moments: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def channel_sums(x: tf.Tensor, axis: int) -> tf.Tensor:
     """Sums over all axes but `axis`, as float64.
 
-    Adds up blocks in x's dtype and the blocks in float64. One running float32 sum, as `tf.reduce_sum` keeps
-    over leading axes, is wrong by 1e-3 after a million rows; blocks are right to 1e-7, and faster.
+    Sums within blocks in x's dtype, and over the blocks in float64. One running float32 sum, as `tf.reduce_sum` keeps
+    over leading axes, is wrong by 1e-3 after a million rows; blocks are accurate to 1e-7, and faster.
     """
     rank, channels = x.shape.rank, x.shape[axis]
     if axis < rank - 1:
@@ -90,5 +89,5 @@ def channel_sums(x: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def along(values: tf.Tensor, axis: int, rank: int) -> tf.Tensor:
-    """Returns one value a channel, shaped to broadcast along `axis` of a tensor of `rank`."""
+    """Returns one value per channel, shaped to broadcast along `axis` of a tensor of `rank`."""
     return values if axis == rank - 1 else tf.reshape(values, [-1] + [1] * (rank - 1 - axis))

@@ -8,11 +8,11 @@ sliced           this rank's part: nothing               parts of all ranks besi
 summed           the sum of what each rank has           every rank has all: nothing
 ```
 
-A product by columns is `gathered(copied(x) @ W_r)`, by rows `summed(sliced(x) @ W_r)`; one after the other needs
-neither `gathered` nor `sliced`, and so one sum in the forward pass and one in the backward pass.
+A product by columns is `gathered(copied(x) @ W_r)`, a product by rows `summed(sliced(x) @ W_r)`. One after the other
+needs neither `gathered` nor `sliced`, and so one sum in the forward pass and one in the backward pass.
 
-All ranks compute the same loss of what comes out, so a gradient that all of them have is one gradient, not one of each:
-the gradients of the engine's own `all_gather` and `all_reduce`, which add up those of different losses, are not these.
+All ranks compute the same loss from the outputs, so a gradient that all ranks have is one gradient, not one per rank.
+The gradients of the engine's own `all_gather` and `all_reduce`, which sum those of different losses, differ from these.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ReplicatedInputMatmul:
 
     Args:
       collectives: The engine, see `tfring.ring.collectives`.
-      bounds: Where each rank's part begins and ends, of what is gathered and sliced.
-      key: What the collectives are called, the same on all ranks.
+      bounds: Begin and end of each rank's part of the columns that are gathered or sliced.
+      key: Name of the collectives, the same on all ranks.
     """
 
     def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:
@@ -44,16 +44,16 @@ class ReplicatedInputMatmul:
     def columns(
         self, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, leaves_parts: bool = False
     ) -> tf.Tensor:
-        """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
+        """Returns `inputs @ kernel + bias` with the full kernel, of which this rank has columns.
 
         Args:
           inputs: `[rows, features]`, the same on all ranks.
           kernel: `[features, columns of this rank]`, of the dtype of `inputs`.
           bias: `[columns of this rank]`, or None.
-          leaves_parts: Whether the result has the columns of this rank alone.
+          leaves_parts: Whether the result has only the columns of this rank.
 
         Returns:
-          `[rows, columns]`, of all ranks or of this one.
+          A tensor of shape `[rows, columns]`, with the columns of all ranks or of this one.
         """
         result = tf.matmul(self.copied(inputs), kernel)
         if bias is not None:
@@ -61,15 +61,15 @@ class ReplicatedInputMatmul:
         return result if leaves_parts else self.gathered(result)
 
     def rows(self, inputs: tf.Tensor, kernel: tf.Tensor, takes_parts: bool = False) -> tf.Tensor:
-        """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
+        """Returns `inputs @ kernel` with the full kernel, of which this rank has rows.
 
         Args:
-          inputs: `[rows, features]`: those of all ranks, or of this one.
+          inputs: `[rows, features]`, with the features of all ranks or of this one.
           kernel: `[features of this rank, units]`, of the dtype of `inputs`.
-          takes_parts: Whether `inputs` are this rank's features.
+          takes_parts: Whether `inputs` have only the features of this rank.
 
         Returns:
-          `[rows, units]`.
+          A tensor of shape `[rows, units]`.
         """
         return self.summed(tf.matmul(inputs if takes_parts else self.sliced(inputs), kernel))
 

@@ -1,12 +1,12 @@
-"""Numbers the rows of sharded tables so that one division says which rank holds a row, and where: pure.
+"""Numbers the rows of sharded tables so that one division tells which rank holds a row, and where. Pure.
 
 ```
 interleaved    number = row of its rank * ranks + rank        rank 2 of 3 holds rows 2 5 8: numbers 2 5 8
 range          number = rank * rows of a rank + row           rank 2 of 3 holds rows 8 9:   numbers 8 9
 ```
 
-So rows of one table are numbered as they come. Where others lie before it, or one rank holds all of it, numbers begin
-elsewhere and go up by a step:
+So the rows of a single table are numbered in their order. If other tables lie before it, or one rank holds all of it,
+its numbers begin elsewhere and increase by a step:
 
 ```
 a, in full at rank 2; b, interleaved; c, in full at rank 0
@@ -30,13 +30,13 @@ class RowNumbers:
     """The numbers of rows of tables that lie one after another.
 
     Args:
-      sharding: Of all tables together, by rows.
-      sizes: How many rows each table has.
+      sharding: The sharding of all tables together, by rows.
+      sizes: Number of rows of each table.
 
     Attributes:
-      firsts: For each table the number of its first row.
-      steps: For each table the step from a number to the next.
-      end: An exclusive upper bound of numbers.
+      firsts: The number of the first row of each table.
+      steps: The step from a number to the next in each table.
+      end: An exclusive upper bound of the numbers.
 
     >>> from tfring.sharding import shard_table, shard_tables
     >>> numbers = RowNumbers(shard_tables((9, 4), 3, [(2, 2), (4, None), (3, 0)]), [2, 4, 3])
@@ -65,7 +65,7 @@ class RowNumbers:
         self.end = 1 + max(first + step * (size - 1) for first, step, size in of_tables)
 
     def owner(self, numbers: Any) -> Any:
-        """Returns the rank that holds each row: of an int, an array or a tensor.
+        """Returns the rank that holds each row, for an int, an array or a tensor.
 
         >>> from tfring.sharding import shard_table
         >>> [RowNumbers(shard_table((10, 4), 3, kind), [10]).owner(7) for kind in ("interleaved", "range")]
@@ -74,7 +74,7 @@ class RowNumbers:
         return numbers % self._divisor if self._is_interleaved else numbers // self._divisor
 
     def row_of_owner(self, numbers: Any) -> Any:
-        """Returns the row of its rank's shard that holds each row.
+        """Returns the position of each row in the shard of its rank.
 
         >>> from tfring.sharding import shard_table
         >>> [RowNumbers(shard_table((10, 4), 3, kind), [10]).row_of_owner(7) for kind in ("interleaved", "range")]

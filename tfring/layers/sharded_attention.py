@@ -23,26 +23,27 @@ from tfring.ring.schedule import chunk_bounds
 class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     """A `keras.layers.MultiHeadAttention` whose heads are sharded over the "model" axis of a mesh (Megatron-LM, 2019).
 
-    Each worker has the projections of its heads, and their slots; attention of a head needs no other. A step costs one
-    sum over the axis in the forward pass, of the projected outputs, and one in the backward pass for each different
-    tensor among query, value and key. It computes what one process computes, and files are those of
-    `keras.layers.MultiHeadAttention`. Where the strategy's mesh has no model axis, and in one process, it is one.
+    Each worker has the projections of its heads and their slots; the attention of a head needs no other head. A step
+    costs one sum over the axis in the forward pass, of the projected outputs, and one in the backward pass for each
+    different tensor among query, value and key. The layer computes what one process computes, and its files are those
+    of `keras.layers.MultiHeadAttention`. If the mesh has no model axis, and in one process, it is that layer.
 
-    Every call is a collective of the axis. What `ShardedDense` says of `weights`, `get_weights` and files holds here.
-    With `dropout` the heads of each worker drop the same places.
+    Every call is a collective of the axis. `weights`, `get_weights` and files work as described in `ShardedDense`. With
+    `dropout` the heads of each worker drop the same positions.
 
     Args:
-      num_heads: As many on each worker along the axis.
+      num_heads: Number of attention heads. Each worker along the axis has the same number of them.
       key_dim: Size of each head for query and key.
-      *args, **kwargs: Those of `keras.layers.MultiHeadAttention`. Regularizers are L1, L2 or L1L2, constraints NonNeg.
+      *args, **kwargs: The arguments of `keras.layers.MultiHeadAttention`. Regularizers must be L1, L2 or L1L2, and
+        constraints NonNeg.
 
     Call arguments:
-      those of `keras.layers.MultiHeadAttention`, but for `return_attention_scores=True`: a worker has those of its
-      heads.
+      those of `keras.layers.MultiHeadAttention`, except `return_attention_scores=True`: a worker has only the scores of
+      its heads.
 
     Raises:
-      ConfigurationError: For arguments that it does not support, several replicas a worker, heads that do not divide
-        evenly, and in `fit` for optimizers that need whole weights (Adafactor, Lamb, Muon).
+      ConfigurationError: If an argument is not supported, a worker has several replicas, the heads do not divide
+        evenly, or, in `fit`, the optimizer needs full weights (Adafactor, Lamb, Muon).
 
     >>> layer = ShardedMultiHeadAttention(num_heads=2, key_dim=3)
     >>> x = tf.ones([1, 4, 5])
@@ -82,7 +83,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
             parts = {"kernel": 1, "bias": 0}
             return self._projection(_Projection, group, parts, shape, 1, (heads, size), name, **options)
 
-        # Made in the order of Keras, so that what is drawn is the same.
+        # Made in the order of Keras, so that the same initial values are drawn.
         self._query_dense = heads_of(query_shape, self._key_dim, "query")
         self._key_dense = heads_of(key_shape, self._key_dim, "key")
         if self._use_gate:
@@ -108,7 +109,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         name: str,
         **options: Any,
     ) -> _Projection:
-        """Makes a layer of Keras with sharded weights that maps the last `num_bound` dimensions to `outputs`."""
+        """Makes a Keras layer with sharded weights that maps the last `num_bound` dimensions to `outputs`."""
         letters = iter(string.ascii_lowercase)
         free, bound, new = (
             "".join(next(letters) for _ in range(count)) for count in (len(shape) - num_bound, num_bound, len(outputs))
@@ -159,7 +160,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
             training=training,
             use_causal_mask=use_causal_mask,
         )
-        for each in masked:  # of which Keras has taken some
+        for each in masked:  # Keras has removed some of the masks
             each._keras_mask = copies[id(each)]._keras_mask
         return outputs
 
@@ -175,7 +176,7 @@ class _Projection(ShardedWeights, keras.layers.EinsumDense):
 
 
 class _Summed(_Projection):
-    """Projects this worker's heads to outputs, and sums those over the workers; the bias is replicated."""
+    """Projects this worker's heads to outputs and sums the outputs over the workers; the bias is replicated."""
 
     def __init__(self, *args: Any, ranks: ReplicatedInputMatmul, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -18,7 +18,7 @@ from tfring.layers.shards import ShardedWeights, check_sharded_arguments
 from tfring.ring.schedule import chunk_bounds
 
 SPLITS = ("columns", "rows")
-_OVER_UNITS = ("softmax", "log_softmax", "sparsemax", "glu")  # activations that look at more than one unit
+_OVER_UNITS = ("softmax", "log_softmax", "sparsemax", "glu")  # activations that depend on more than one unit
 _REFUSED = ("lora_rank", "lora_alpha", "quantization_config")
 
 
@@ -26,39 +26,42 @@ _REFUSED = ("lora_rank", "lora_alpha", "quantization_config")
 class ShardedDense(ShardedWeights, keras.layers.Dense):
     """A `keras.layers.Dense` whose kernel is sharded over the workers of a `tfring.RingStrategy` (Megatron-LM, 2019).
 
-    Each worker holds its columns or rows of the kernel and of the optimizer's slots: what one process computes on the
-    whole batch, with a part of its memory. Workers along the "model" axis of the strategy's mesh have the same rows of
-    the batch; those along its "data" axis have rows of their own, which they exchange first. In one process, with or
-    without a strategy, it is a `keras.layers.Dense`.
+    Each worker holds its columns or rows of the kernel and of the optimizer's slots. The layer computes what one
+    process computes on the whole batch, with a part of its memory. Workers along the "model" axis of the strategy's
+    mesh have the same rows of the batch. Workers along its "data" axis have their own rows, which they exchange first.
+    In one process, with or without a strategy, it is a `keras.layers.Dense`.
 
-    Every call is a collective: all workers call the layer, eagerly, too. `weights`, `kernel` and, with columns, `bias`
-    hold this worker's shards; `get_weights()` gathers full weights, on all ranks together, and `set_weights` takes
-    full ones. Files hold full weights, as those of `keras.layers.Dense` do, and load into either layer and any number
-    of workers.
+    Every call is a collective: all workers call the layer, in eager mode too. `weights`, `kernel` and, with columns,
+    `bias` hold this worker's shards. `get_weights()` gathers full weights, on all ranks together, and `set_weights`
+    expects full ones. Files hold full weights, like those of `keras.layers.Dense`, and load into either layer and any
+    number of workers.
 
     Args:
-      units: How many outputs there are.
-      split: "columns" (default): each worker has the columns of its outputs, and of the bias; or "rows": it has the
-        rows of its inputs, and all of the bias. Shards differ by one where they do not divide evenly.
-      axis: Over which workers, "model" or "data". Default: "model" where the mesh has that axis, else "data".
-      gather_output: With `split="columns"`, whether each worker gets all outputs (default), or along the model axis
-        those of its columns alone, for a layer with `input_is_parallel=True`. Along the data axis, and in one process,
-        it always gets all.
-      input_is_parallel: With `split="rows"`, whether inputs are what a layer with `gather_output=False` has left: along
-        the model axis those of this worker's rows alone. Between the two comes only what works element by element.
-        Default False.
-      **kwargs: Those of `keras.layers.Dense`. Regularizers of the kernel are L1, L2 or L1L2 and its constraint NonNeg;
-        with columns those of the bias, too.
+      units: Dimensionality of the output.
+      split: "columns" (default): each worker has the columns of its outputs, and of the bias. "rows": each worker has
+        the rows of its inputs, and all of the bias. Shards differ by one if the size does not divide evenly.
+      axis: The mesh axis over which the kernel is sharded, "model" or "data". Defaults to "model" if the mesh has that
+        axis, otherwise "data".
+      gather_output: Whether each worker gets all outputs. False, for `split="columns"`, leaves a worker along the model
+        axis only the outputs of its columns, for a layer with `input_is_parallel=True`. Along the data axis, and in one
+        process, a worker always gets all outputs. Defaults to True.
+      input_is_parallel: Whether inputs are the outputs of a layer with `gather_output=False`, for `split="rows"`: along
+        the model axis only those of this worker's rows. Between the two layers only element-wise operations are
+        allowed. Defaults to False.
+      **kwargs: The arguments of `keras.layers.Dense`. Regularizers of the kernel must be L1, L2 or L1L2 and its
+        constraint NonNeg; with columns, those of the bias too.
 
     Call arguments:
-      inputs: `[..., features]`; along the model axis with `input_is_parallel` the features of this worker's rows.
+      inputs: A tensor of shape `[..., features]`. Along the model axis with `input_is_parallel`, the features of this
+        worker's rows.
 
     Returns:
-      `[..., units]`; along the model axis with `gather_output=False` the units of this worker's columns.
+      A tensor of shape `[..., units]`. Along the model axis with `gather_output=False`, the units of this worker's
+      columns.
 
     Raises:
-      ConfigurationError: For arguments that it does not support, for several replicas a worker, for fewer columns or
-        rows than workers, and in `fit` for optimizers that need full weights (Adafactor, Lamb, Muon).
+      ConfigurationError: If an argument is not supported, a worker has several replicas, there are fewer columns or
+        rows than workers, or, in `fit`, the optimizer needs full weights (Adafactor, Lamb, Muon).
 
     >>> layer = ShardedDense(2, split="rows", kernel_initializer="ones")
     >>> layer(tf.constant([[3.0, 1.0]])).numpy()
@@ -92,8 +95,8 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         self.input_is_parallel = bool(input_is_parallel)
         self._check()
         self._ranks: ReplicatedInputMatmul | DataParallelMatmul | None = None
-        self._features: int | None = None  # of all workers, where they are divided
-        self._is_of_one_process = False  # the shape that it is built with
+        self._features: int | None = None  # of all workers, if they are sharded
+        self._is_of_one_process = False  # the input shape of `build`
 
     def _check(self) -> None:
         of_kernel = {"kernel_regularizer": self.kernel_regularizer, "kernel_constraint": self.kernel_constraint}
@@ -130,7 +133,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         return None
 
     def get_build_config(self) -> dict[str, Any] | None:
-        """In files the shape of inputs is that of one process, as weights are."""
+        """Returns the config with the input shape of one process, as files hold full weights."""
         config = super().get_build_config()
         if config and self._features is not None:
             config = {**config, "input_shape": (*config["input_shape"][:-1], self._features)}
@@ -153,7 +156,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
     def _all_features(self, mine: int) -> int:
         """Returns the number of features of all workers together."""
         collectives = self.shard_group.collectives
-        with tf.init_scope():  # also while a step is traced
+        with tf.init_scope():  # also when a step is being traced
             everyones = collectives.gather_equal(tf.constant([mine]), name="features of a dense layer").numpy().tolist()
         features = sum(everyones)
         wanted = [end - begin for begin, end in chunk_bounds(features, collectives.world_size)]
@@ -186,7 +189,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         kernel: tf.Tensor,
         bias: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Returns `inputs @ kernel + bias` of the full kernel."""
+        """Returns `inputs @ kernel + bias` with the full kernel."""
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
         if self.split == "columns":
             outputs = ranks.columns(rows, kernel, bias, self.leaves_parts)
@@ -198,7 +201,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         return outputs
 
     def _num_outputs(self) -> int:
-        """Units of what comes out on this worker."""
+        """Returns the number of units of the outputs on this worker."""
         if not self.leaves_parts:
             return self.units
         collectives = self.shard_group.collectives

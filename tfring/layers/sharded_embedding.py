@@ -24,48 +24,51 @@ _REFUSED = ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "lor
 class ShardedEmbedding(keras.layers.Embedding):
     """A `keras.layers.Embedding` whose table is sharded over the workers of a `tfring.RingStrategy`.
 
-    Each worker holds its rows of the table and of the optimizer's slots, asks the owners for the rows of its ids, each
-    once, and sends them their gradients, which the owners add up and apply: what one process computes on the whole
-    batch. In one process, with or without a strategy, it has the full table and exchanges nothing.
+    Each worker holds its rows of the table and of the optimizer's slots. It asks the owners for the rows of its ids,
+    each id once, and sends them the gradients of those rows. The owners sum and apply the gradients, which computes
+    what one process computes on the whole batch. In one process, with or without a strategy, the layer has the full
+    table and exchanges nothing.
 
-    Every call is a collective: all workers call the layer, eagerly, too. `weights` and `embeddings` hold this worker's
-    rows; `get_weights()` gathers the full table, on all ranks together, and `set_weights` takes a full one. Files
-    hold the full table, as those of `keras.layers.Embedding` do, and load into either layer and any number of workers.
+    Every call is a collective: all workers call the layer, in eager mode too. `weights` and `embeddings` hold this
+    worker's rows. `get_weights()` gathers the full table, on all ranks together, and `set_weights` expects a full one.
+    Files hold the full table, like those of `keras.layers.Embedding`, and load into either layer and any number of
+    workers.
 
     Args:
-      input_dim: How many rows the table has; ids run from 0 to `input_dim - 1`.
-      output_dim: How many columns.
-      embeddings_initializer: Default "uniform". Up to 16,777,216 elements the table is drawn in full, as
-        `keras.layers.Embedding` draws it; a larger one in blocks of rows, the same whatever the number of workers, by
-        one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal.
-      mask_zero: Whether id 0 is padding: it is masked, and no `combiner` counts it. Default False.
-      combiner: None (default); or "sum", "mean" or "sqrtn" of the rows of the ids along the last axis:
-        `sum w_i r_i`, divided by `sum w_i` or by `sqrt(sum w_i^2)`; zeros where all `w_i` are 0.
-      placement: "interleaved" (default), row `r` at worker `r % N`: loads are even where ids are sorted by how
-        frequent they are; "range", equal ranges of rows; or "columns", some columns of all rows, for a table of few
-        wide rows: a worker's rows are then its columns of all rows.
-      update: What an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
-        costs what its rows cost; SGD without momentum and Adagrad compute the same as ever, others as in LazyAdam:
-        momenta and weight decay of a row stand still until its next gradient. "dense": what Keras does, with all of
-        this worker's rows.
-      axis: Over which workers the table is sharded: those along the "model" axis of the strategy's mesh, which look up
-        the same ids; or those along its "data" axis, each of which has ids of its own. Default: "model" where the mesh
-        has that axis, else "data".
-      **kwargs: `weights` of `keras.layers.Embedding`, and those of `keras.layers.Layer`.
+      input_dim: Number of rows of the table. Ids range from 0 to `input_dim - 1`.
+      output_dim: Number of columns of the table.
+      embeddings_initializer: Initializer of the table. A table of up to 16,777,216 elements is drawn in full, as
+        `keras.layers.Embedding` draws it. A larger one is drawn in blocks of rows, the same for any number of workers,
+        by one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal. Defaults to "uniform".
+      mask_zero: Whether id 0 is padding, which is masked and not counted by a `combiner`. Defaults to False.
+      combiner: How to combine the rows of the ids along the last axis: None (default) for not at all; "sum" for
+        `sum w_i r_i`; "mean" and "sqrtn" for the same divided by `sum w_i` and by `sqrt(sum w_i^2)`. The result is
+        zeros if all `w_i` are 0.
+      placement: "interleaved" (default): worker `r % N` holds row `r`, so the load is balanced if ids are sorted
+        by frequency. "range": equal ranges of rows. "columns": some columns of all rows, for a table of few wide rows;
+        "a worker's rows" then means its columns of all rows.
+      update: How an optimizer treats rows that have no gradient in a step. "rows" (default): it skips them, so a step
+        costs only the rows it uses. SGD without momentum and Adagrad give the same results either way; others behave
+        like LazyAdam: the momenta and weight decay of a row pause until its next gradient. "dense": it updates all of
+        this worker's rows, as Keras does.
+      axis: The mesh axis over which the table is sharded. Workers along "model" look up the same ids; workers along
+        "data" each have their own ids. Defaults to "model" if the strategy's mesh has that axis, otherwise "data".
+      **kwargs: `weights` of `keras.layers.Embedding`, and the arguments of `keras.layers.Layer`.
 
     Call arguments:
-      inputs: int32 or int64 ids of any shape, `[..., ids]` with a combiner; others are cast to int32. With a combiner
-        also a `tf.RaggedTensor` or a `tf.SparseTensor` of shape `[examples, ids]`.
-      id_weights: float `w_i`, laid out as `inputs`; with a combiner only. Default: 1 for each id.
+      inputs: int32 or int64 ids of any shape, `[..., ids]` with a combiner. Other dtypes are cast to int32. With a
+        combiner also a `tf.RaggedTensor` or a `tf.SparseTensor` of shape `[examples, ids]`.
+      id_weights: float `w_i`, with the layout of `inputs`. Only with a combiner. Defaults to 1 for each id.
 
     Returns:
-      `[*inputs.shape, output_dim]`, with a combiner `[*inputs.shape[:-1], output_dim]`, in the layer's compute dtype.
+      A tensor of shape `[*inputs.shape, output_dim]`, or `[*inputs.shape[:-1], output_dim]` with a combiner, in the
+      layer's compute dtype.
 
     Raises:
-      ConfigurationError: For arguments that it does not support, for several replicas a worker, and in `fit` for
-        optimizers that need more than rows (Adafactor, Lamb, Muon), or with `update="rows"` for `use_ema` and
+      ConfigurationError: If an argument is not supported, if a worker has several replicas, and in `fit` if the
+        optimizer needs more than rows (Adafactor, Lamb, Muon) or, with `update="rows"`, has `use_ema` or
         `gradient_accumulation_steps`.
-      tf.errors.InvalidArgumentError: On every rank, for an id that the table has no row for.
+      tf.errors.InvalidArgumentError: On every rank, if the table has no row for an id.
 
     >>> layer = ShardedEmbedding(4, 2, embeddings_initializer="ones", combiner="mean")
     >>> layer(tf.constant([[3, 3, 1]])).numpy()
@@ -97,12 +100,12 @@ class ShardedEmbedding(keras.layers.Embedding):
         check_combiner(combiner, self.name)
         tables.check_update(update)
         check_axis(axis)
-        shard_table((input_dim, output_dim), 1, placement)  # which checks it
+        shard_table((input_dim, output_dim), 1, placement)  # checks `placement`
         self.combiner = combiner
         self.placement = placement
         self.update = update
         self.axis = axis
-        self.supports_jit = False  # XLA has no operations whose results are as large as the ids are different
+        self.supports_jit = False  # XLA has no outputs whose size depends on the number of distinct ids
         if weights is not None:
             self.build()
             self.set_weights(weights if isinstance(weights, (list, tuple)) else [weights])
@@ -150,7 +153,7 @@ class ShardedEmbedding(keras.layers.Embedding):
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save_own_variables(self, store: Any) -> None:
-        """All ranks call it, or are in `tfring.save` or `model.save` together."""
+        """Saves the full table. All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
             store["0"] = slots.gather_full(self._embeddings)
 

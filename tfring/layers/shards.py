@@ -1,4 +1,4 @@
-"""Sharded weights of a layer: drawn as Keras draws full ones, saved in full."""
+"""Sharded weights of a layer, drawn as Keras draws full weights and saved in full."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _SUMS = ("L1", "L2", "L1L2")  # regularizers whose value for the full weight is 
 
 
 class ShardedWeights(keras.layers.Layer):
-    """A base before a layer of Keras: this worker holds shards of the weights that `dimensions` names.
+    """A base class to put before a Keras layer: this worker holds shards of the weights named in `dimensions`.
 
-    Its `build` asks for full weights, by `add_weight` with a name; each is drawn in full, as one process draws it, and
-    the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding/`).
+    The layer's `build` requests full weights by `add_weight` with a name. Each is drawn in full, as one process draws
+    it, and its shard is kept. Optimizers, files, `get_weights` and `set_weights` support shards; see
+    `tfring/_keras/sharding/`.
 
     Attributes:
       shard_group: The ranks over which the layer is sharded.
-      dimensions: By the name of a weight, the dimension along which it is sharded.
+      dimensions: A dict that maps the name of a weight to the dimension along which it is sharded.
     """
 
     shard_group = ShardGroup()
@@ -80,7 +81,7 @@ class ShardedWeights(keras.layers.Layer):
 
 
 class _FullRegularizer(keras.regularizers.Regularizer):
-    """Applies a regularizer to the full weight; each shard has its own gradient of it."""
+    """Applies a regularizer to the full weight; each shard has its own gradient."""
 
     def __init__(self, regularizer: Any, group: ShardGroup, name: str) -> None:
         self._regularizer = regularizer
@@ -89,7 +90,7 @@ class _FullRegularizer(keras.regularizers.Regularizer):
 
     def __call__(self, shard: Any) -> tf.Tensor:
         running = step.current()
-        # The gradient of a shard of the data axis is not weighed again (`gradient_is_complete`): one a microbatch.
+        # The gradient of a shard of the data axis is not weighted again (`gradient_is_complete`): one per microbatch.
         part = running.part if running is not None and self._group.axis == "data" else None
 
         @tf.custom_gradient
@@ -108,7 +109,7 @@ class _FullRegularizer(keras.regularizers.Regularizer):
 
 
 def check_sharded_arguments(layer: keras.layers.Layer, **given: Any) -> None:
-    """Raises ConfigurationError for arguments of `layer`, by name, that need the full weight."""
+    """Raises ConfigurationError if an argument of `layer`, given by name, needs the full weight."""
     for name, value in given.items():
         kind = type(value)
         of_keras = kind is getattr(keras.regularizers, kind.__name__, None) or kind is keras.constraints.NonNeg

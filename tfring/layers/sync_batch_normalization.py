@@ -21,9 +21,9 @@ _SYNCHRONIZATIONS = ("all_reduce", "central")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalization by the mean and variance of the whole global batch, over all devices.
 
-    A `keras.layers.BatchNormalization` whose training statistics are those one process would compute from
-    the rows of all replicas. With replica `i` holding `n_i` elements of a channel (those that no mask
-    excludes), their mean `m_i` and variance `v_i`:
+    A `keras.layers.BatchNormalization` whose training statistics are those that one process would compute from the
+    rows of all replicas. If replica `i` holds `n_i` elements of a channel (those that no mask excludes), with mean
+    `m_i` and variance `v_i`:
 
     ```
     n    = sum n_i
@@ -32,50 +32,50 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     y    = gamma (x - mean) / sqrt(var + epsilon) + beta
     ```
 
-    and with `xhat = (x - mean) / sqrt(var + epsilon)` the gradient is that of the global batch as well:
+    With `xhat = (x - mean) / sqrt(var + epsilon)` the gradient is that of the global batch as well:
 
     ```
     d gamma = sum dy xhat         d beta = sum dy
     d x     = gamma / sqrt(var + epsilon) (dy - d beta / n - xhat d gamma / n)
     ```
 
-    where masked elements keep only the first term of `d x`. One collective forward and one backward,
-    whatever the number of replicas; nothing is exchanged in inference, nor by a frozen layer
-    (`trainable=False`). All replicas compute the same bits, so the moving averages stay equal by
-    themselves. Replicas may hold different numbers of rows, or none. Statistics are computed in float32
-    (float64 for float64 inputs) about the mean, merged in float64. Where nothing at all is counted (all
-    masked), the moving averages stay as they are.
+    Masked elements keep only the first term of `d x`. The layer calls one collective in the forward pass and one in the
+    backward pass, for any number of replicas. Nothing is exchanged in inference, nor by a frozen layer
+    (`trainable=False`). All replicas compute the same bits, so the moving averages stay equal by themselves.
+    Replicas may hold different numbers of rows, or none. Statistics are computed in float32 (float64 for float64
+    inputs) about the mean and merged in float64. If no element is counted (all are masked), the moving averages stay
+    as they are.
 
-    Works under `tfring.RingStrategy`, `tf.distribute.MirroredStrategy` and its relatives, and without any
-    strategy; outside of `strategy.run` (and `fit`) a call sees its own inputs only. Second derivatives are
-    refused.
+    Works under `tfring.RingStrategy`, `tf.distribute.MirroredStrategy` and related strategies, and without any
+    strategy. Outside of `strategy.run` (and `fit`) a call sees only its own inputs. Second derivatives are refused.
 
     Args:
-      axis: The channels' axis, as all further arguments as in `keras.layers.BatchNormalization`. Default -1.
-      momentum: Of the moving averages. Default 0.99.
-      epsilon: Added to the variance. Default 1e-3.
-      center: Whether there is a beta. Default True.
-      scale: Whether there is a gamma. Default True.
-      beta_initializer: Default "zeros".
-      gamma_initializer: Default "ones".
-      moving_mean_initializer: Default "zeros".
-      moving_variance_initializer: Default "ones".
-      beta_regularizer: Default None.
-      gamma_regularizer: Default None.
-      beta_constraint: Default None.
-      gamma_constraint: Default None.
-      synchronization: How the workers of a RingStrategy exchange statistics: "all_reduce", round the ring
-        (default), or "central", through rank 0. Other strategies always reduce over all devices.
-      sync_every: Statistics are shared in every `sync_every`-th training step only; in the steps between
-        each replica normalizes by its own. The moving averages take in all of these steps at the next
-        sharing, exactly, and so are equal on all replicas at any time. Default 1.
-      **kwargs: `renorm`, `renorm_clipping`, `renorm_momentum` where Keras has them, and those of
-        `keras.layers.Layer`. `synchronized` is accepted, and always true.
+      axis: The axis of the channels. This and the arguments up to `gamma_constraint` are those of
+        `keras.layers.BatchNormalization`. Defaults to -1.
+      momentum: Momentum of the moving averages. Defaults to 0.99.
+      epsilon: Float added to the variance. Defaults to 1e-3.
+      center: Whether to add beta. Defaults to True.
+      scale: Whether to multiply by gamma. Defaults to True.
+      beta_initializer: Initializer of beta. Defaults to "zeros".
+      gamma_initializer: Initializer of gamma. Defaults to "ones".
+      moving_mean_initializer: Initializer of the moving mean. Defaults to "zeros".
+      moving_variance_initializer: Initializer of the moving variance. Defaults to "ones".
+      beta_regularizer: Regularizer of beta. Defaults to None.
+      gamma_regularizer: Regularizer of gamma. Defaults to None.
+      beta_constraint: Constraint of beta. Defaults to None.
+      gamma_constraint: Constraint of gamma. Defaults to None.
+      synchronization: How the workers of a RingStrategy exchange statistics. "all_reduce" (default): around the ring.
+        "central": through rank 0. Other strategies always reduce over all devices.
+      sync_every: Number of training steps per exchange: statistics are shared only in every `sync_every`-th step. In
+        the steps between, each replica normalizes by its own statistics. The moving averages include all of these
+        steps, exactly, from the next shared step on, so they are equal on all replicas at any time. Defaults to 1.
+      **kwargs: `renorm`, `renorm_clipping`, `renorm_momentum` if Keras has them, and the arguments of
+        `keras.layers.Layer`. `synchronized` is accepted, and always True.
 
     Call arguments:
-      inputs: float tensor of any rank; `[batch, ..., channels]` for axis -1.
-      training: whether to normalize by the batch (and update the moving averages) or by the moving averages.
-      mask: bool, of the inputs' shape without the last dimension; False elements do not count.
+      inputs: A float tensor of any rank; `[batch, ..., channels]` for axis -1.
+      training: Whether to normalize by the batch (and update the moving averages) or by the moving averages.
+      mask: A bool tensor of the inputs' shape without the last dimension. False elements do not count.
 
     Returns:
       A tensor of the inputs' shape, in the layer's compute dtype.
@@ -148,7 +148,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         for variable in self.non_trainable_variables:
             step.written_alike(variable)
         if self.sync_every > 1:
-            # Not weights: the moments of the steps since the last sharing, and how many there are.
+            # Not weights: the moments of the steps since the last shared step, and their number.
             window = [self.sync_every, 3, input_shape[self.axis]]
             with tf.init_scope():  # a model without an Input is built while Keras traces it
                 self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
@@ -186,7 +186,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return tf.cast(outputs, self.compute_dtype)
 
     def _shared(self, exchange: LocalStatistics, mine: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
-        """`(moments, window, share)`: of this step, of those the averages take in, whether it shares."""
+        """Returns the moments of this step, those of the steps for the averages, and whether this step shares them."""
         if self.sync_every == 1:
             with partition.own():
                 moments = exchange.merge(mine)
@@ -203,7 +203,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return tf.gather(window, position), window, share
 
     def _scale_and_offset(self, moments: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the factor and the offset of normalized inputs: gamma, beta, renormalized if asked."""
+        """Returns the factor and the offset of normalized inputs: gamma and beta, renormalized if requested."""
         channels = [moments.shape[-1]]
         gamma = tf.cast(self.gamma, dtype) if self.scale else tf.ones(channels, dtype)
         beta = tf.cast(self.beta, dtype) if self.center else tf.zeros(channels, dtype)
@@ -227,7 +227,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         means, variances = mean_and_variance(window)
 
         def update(variable: Any, values: tf.Tensor, momentum: float) -> tf.Tensor:
-            """`average * momentum + value * (1 - momentum)` for each step of the window that counted."""
+            """Assigns `average * momentum + value * (1 - momentum)` for each step of the window that counted."""
             keep = tf.where(counts > 0, tf.constant(momentum, tf.float64), 1.0)
             later = tf.math.cumprod(keep, 0, exclusive=True, reverse=True)
             old = tf.cast(variable, tf.float64)
@@ -259,10 +259,10 @@ def _normalize(
     exchange: LocalStatistics,
     share: tf.Tensor | None,
 ) -> tf.Tensor:
-    """`(x - mean) / sqrt(var + epsilon) * scale + offset`, with the gradient over all replicas.
+    """Returns `(x - mean) / sqrt(var + epsilon) * scale + offset`, with the gradient over all replicas.
 
-    The mean is a sum of two numbers of the compute dtype, so that outputs are right where it is large: at a
-    mean of 1e5 one float32 would be off by 0.004.
+    The mean is a sum of two numbers of the compute dtype, so that outputs are accurate if it is large: at a mean of
+    1e5 a single float32 would be off by 0.004.
     """
     dtype, rank = scale.dtype, x.shape.rank
     mean, variance = mean_and_variance(moments)
@@ -309,13 +309,13 @@ def _normalize(
         return tf.cast(d_x, x.dtype), tf.cast(sum_dy_xhat, dtype), tf.cast(sum_dy, dtype)
 
     def sum_of_gradients(sums: tf.Tensor) -> tf.Tensor:
-        # Gradients of other replicas count by their shares of the batch; the optimizer weighs this one's.
+        # Gradients of other replicas are weighted by their shares of the batch; the optimizer weights this one's.
         return running.unweigh(exchange.sum(running.weigh(sums), share))
 
     def once(tensor: tf.Tensor) -> tf.Tensor:
-        # Not a nested tf.custom_gradient: it ties its outputs together by an IdentityN, through which Grappler
-        # sees an order, drops the explicit one (of two collectives, of a variable's read and its assignment),
-        # and then takes the IdentityN apart.
+        # Not a nested tf.custom_gradient, which ties its outputs together by an IdentityN: Grappler derives an order
+        # from it, drops the explicit one (of two collectives, of a variable's read and its assignment), and then
+        # removes the IdentityN.
         return tf.raw_ops.PreventGradient(input=tensor, message=_NO_SECOND_DERIVATIVE)
 
     return exchange.call_in_order(normalized, x, scale, offset)

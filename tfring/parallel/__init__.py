@@ -1,4 +1,4 @@
-"""Models made of others, for clusters in which a worker does not hold all of a model."""
+"""Models built from other models, for clusters in which a worker does not hold all of a model."""
 
 from tfring.parallel.costs import measure_layers
 from tfring.parallel.embeddings import shard_embeddings

@@ -1,4 +1,4 @@
-"""Looks whether what a stage computes of a microbatch's rows is, row for row, what one process computes of all rows."""
+"""Checks that a stage computes from a microbatch, row for row, what one process computes from all rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
     """Traces a stage for any number of rows, in a graph that is not run.
 
     Args:
-      compute: Of tensors; returns those that leave the stage, and its loss or None.
-      specs: Of the tensors that come into the stage, any structure.
+      compute: A function of tensors that returns the tensors that leave the stage, and its loss or None.
+      specs: The specifications of the tensors that enter the stage, in any structure.
       running: The step of a microbatch.
-      name: Of the stage, for the user.
+      name: Name of the stage, for the user.
 
     Raises:
-      ConfigurationError: If rows are combined otherwise than in a mean.
+      ConfigurationError: If rows are combined in any other way than in a mean.
     """
     found: partition.Analysis | None = None
 
@@ -60,7 +60,7 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
 
 
 def spec_of_any_rows(value: Any) -> Any:
-    """Returns the specification of a component of a batch, a tensor's with an open number of rows."""
+    """Returns the specification of a component of a batch; that of a tensor has an unknown number of rows."""
     if value is None:
         return None
     spec = tf.type_spec_from_value(value)

@@ -1,7 +1,7 @@
-"""Measures the cost of each layer of a model, by which the stages of a pipeline are balanced.
+"""Measures the cost of each layer of a model, to balance the stages of a pipeline.
 
-Each call of a layer runs by itself, forward and backward, on the rows of a microbatch. What it keeps for the backward
-pass is seen in the graph: tensors made in the forward pass that the backward pass takes.
+Each call of a layer runs by itself, forward and backward, on the rows of a microbatch. The graph shows what it keeps
+for the backward pass: tensors that the forward pass makes and the backward pass uses.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _NO_ACTIVATIONS = ("ReadVariableOp", "Const", "Placeholder")
 
 
 def measure_layers(model: keras.Model, x: Any, *, slots: int = 2, repetitions: int = 10) -> list[LayerCost]:
-    """Measures what the layers of a model cost, for `tfring.parallel.plan_stages`.
+    """Measures the costs of the layers of a model, for `tfring.parallel.plan_stages`.
 
-    The calls of layers run one by one as they would in training, forward and backward. What layers write (moving
-    statistics, the state of random numbers) stays as it was. All workers of the strategy call it, at the same time, and
-    get the same answer: times are the mean over workers of the median over repetitions, without what calling any
-    `tf.function` takes. The loss is not in it, nor what loops keep for their backward pass (recurrent layers).
+    The calls of layers run one by one as they would in training, forward and backward. State that layers write (moving
+    statistics, the state of random numbers) stays as it was. All workers of the strategy call it at the same time and
+    get the same result: times are the mean over workers of the median over repetitions, without the overhead of calling
+    a `tf.function`. Costs exclude the loss, and what loops keep for their backward pass (recurrent layers).
 
     Args:
-      model: A built `keras.Sequential` or functional model, before it goes into a Pipeline.
-      x: Inputs as of `model.fit`, arrays or tensors, with as many rows as a microbatch: activations and times are those
-        of such.
-      slots: How many values the optimizer keeps for each of a weight: 0 for SGD, 1 with momentum, 2 for Adam, which is
-        the default.
-      repetitions: How often each call is timed. Default 10.
+      model: A built `keras.Sequential` or functional model that is not in a Pipeline yet.
+      x: Inputs as for `model.fit`, arrays or tensors, with the number of rows of a microbatch: activations and times
+        are measured for this number of rows.
+      slots: Number of values that the optimizer keeps per value of a weight: 0 for SGD, 1 for SGD with momentum, 2 for
+        Adam. Defaults to 2.
+      repetitions: Number of times that each call is timed. Defaults to 10.
 
     Returns:
-      The costs, in the order of the calls. Stages may not begin where a Pipeline refuses to cut: between layers that
-      share weights, and where masks, sparse or ragged tensors would cross.
+      A list of `LayerCost`, in the order of the calls. Stages may not begin where a Pipeline refuses to cut: between
+      layers that share weights, and where masks, sparse or ragged tensors would cross.
 
     Raises:
-      ConfigurationError: For models that no Pipeline takes, or that are in one; for numbers that are too small.
+      ConfigurationError: If a Pipeline does not support the model, the model is already in one, or a number is too
+        small.
 
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")])
     >>> a, b = measure_layers(model, tf.zeros([3, 4]))
@@ -98,10 +99,10 @@ class _Known:
     """Values of the model's tensors, by id.
 
     Attributes:
-      values: Of one microbatch.
-      roots: For a tensor in the memory of another, the other.
+      values: The values for one microbatch.
+      roots: For a tensor that shares the memory of another, that other tensor.
       wanted: Tensors whose gradient a backward pass computes.
-      kept: Tensors that a backward pass takes.
+      kept: Tensors that a backward pass uses.
     """
 
     def __init__(self, inputs: dict[int, Any]) -> None:
@@ -115,9 +116,9 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-      function: A `tf.function` of what the call takes: its outputs, and gradients of inputs and weights. While it is
-        traced, `known` learns about the outputs.
-      bytes_inside: Of tensors kept for the backward pass that are neither inputs nor outputs.
+      function: A `tf.function` of the inputs of the call that returns its outputs, and the gradients of inputs and
+        weights. While it is traced, `known` learns about the outputs.
+      bytes_inside: Bytes of the tensors kept for the backward pass that are neither inputs nor outputs.
     """
 
     def __init__(self, node: Any, known: _Known, ring: Ring | None) -> None:
@@ -148,7 +149,7 @@ class _Call:
             tape.watch(wanted)
             found = outputs_of(self._node, dict(zip(map(id, self._tensors), values, strict=True)), training=True)
         outputs = [found[id(tensor)] for tensor in self._node.outputs]
-        names: dict[str, int] = {}  # of the tensor in whose memory one of the model is
+        names: dict[str, int] = {}  # by the name of a tensor: the model's tensor that has its memory
         for tensor, value in [*zip(self._tensors, values, strict=True), *zip(self._node.outputs, outputs, strict=True)]:
             if isinstance(value, tf.Tensor):
                 known.roots[id(tensor)] = names.setdefault(_memory(value).name, known.roots.get(id(tensor), id(tensor)))
@@ -174,10 +175,10 @@ class _Call:
 
 
 def _crossing_bytes(model: keras.Model, nodes: Sequence, place: int, known: _Known) -> int | None:
-    """Returns the bytes that a stage that begins there receives; None where no stage may begin."""
+    """Returns the bytes that a stage that begins at `place` receives, or None if no stage may begin there."""
     name = nodes[place].operation.name
     if place == 0 or any(node.operation.name == name for node in nodes[:place]):
-        return None  # a name stands for the first call
+        return None  # a name refers to the first call
     try:
         crossings = crossings_of(model, nodes, [int(number >= place) for number in range(len(nodes))])
     except ConfigurationError:
@@ -191,7 +192,7 @@ def _nothing() -> tf.Tensor:
 
 
 def _seconds(function: Callable[..., Any], values: Sequence[Any], repetitions: int) -> float:
-    """Measures a traced function's seconds beyond those of one that does nothing: medians of calls in turn."""
+    """Measures the seconds of a traced function beyond those of an empty one: medians of alternating calls."""
     times: list[list[float]] = [[], []]
     for _ in range(repetitions):
         for call, taken in zip((_nothing, lambda: function(values)), times, strict=True):
@@ -208,7 +209,7 @@ def _variables(node: Any) -> list[keras.Variable]:
 
 
 def _memory(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor whose memory this one shares."""
+    """Returns the tensor whose memory this one shares."""
     while tensor.op.type in _SAME_MEMORY:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -219,7 +220,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _bytes(value: Any) -> int:
-    """Returns the bytes of a tensor or variable; parts of unknown shape count 0."""
+    """Returns the bytes of a tensor or variable; parts of unknown shape count as 0."""
     parts: Iterable = [value] if isinstance(value, keras.Variable) else tf.nest.flatten(value, True)
     sizes = [(tf.TensorShape(part.shape).num_elements(), tf.as_dtype(part.dtype).size) for part in parts]
     return sum((elements or 0) * size for elements, size in sizes)

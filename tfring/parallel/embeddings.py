@@ -20,23 +20,24 @@ def shard_embeddings(
 ) -> keras.Model:
     """Returns a copy of the model whose large tables are sharded over the workers; all weights are kept.
 
-    Every `keras.layers.Embedding` of at least `min_rows` rows becomes a `tfring.layers.ShardedEmbedding`, also inside
+    Every `keras.layers.Embedding` with at least `min_rows` rows becomes a `tfring.layers.ShardedEmbedding`, also inside
     nested models and wrappers. Call it in the scope of the strategy that will train the copy, on all ranks, then
-    compile the copy: it is not compiled. Each worker has had the whole tables of `model` then; a table that fits no
-    worker is made as a ShardedEmbedding at once.
+    compile the copy: it is not compiled. By then each worker has held the full tables of `model`. Make a table that
+    does not fit into one worker as a ShardedEmbedding from the start.
 
     Args:
       model: A built functional or sequential model.
-      min_rows: Tables with fewer rows stay whole, one on each worker. Default 1,000,000.
-      placement: See `ShardedEmbedding`.
-      update: See `ShardedEmbedding`.
+      min_rows: Minimum number of rows of a table to shard. Smaller tables stay in full on each worker. Defaults to
+        1,000,000.
+      placement: See `ShardedEmbedding`. Defaults to "interleaved".
+      update: See `ShardedEmbedding`. Defaults to "rows".
 
     Returns:
-      A new model, with the weights, names and `trainable` settings of the old.
+      A new model with the weights, names and `trainable` settings of the original.
 
     Raises:
-      ValueError: Where the model cannot be rebuilt layer by layer, or a custom layer hides a large table.
-      ConfigurationError: For a large table with a regularizer, a constraint or LoRA.
+      ValueError: If the model cannot be rebuilt layer by layer, or a custom layer hides a large table.
+      ConfigurationError: If a large table has a regularizer, a constraint or LoRA.
 
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(1000, 4)])
     >>> type(shard_embeddings(model, min_rows=100).layers[0]).__name__

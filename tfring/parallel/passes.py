@@ -1,16 +1,16 @@
-"""One step of a pipeline on this worker: forward and backward passes of its stage, and what travels between stages.
+"""One step of a pipeline on this worker: the passes of its stage, forward and backward, and messages between stages.
 
 ```
 stage s      receive inputs ─► forward ─► send outputs                  channel "control", from lower to higher stages
              receive gradients of outputs ─► backward ─► send those of inputs       "gradients", from higher to lower
 ```
 
-A send waits for its receive, so passes in both directions take two channels: neither then waits for the other. Within
-a channel all ranks go through the messages in one order, by microbatch, then by source and where to, and computing
-follows the order of the table by control dependencies: a stage holds the activations of no more microbatches.
+A send waits for its receive, so the two directions use two channels and neither waits for the other. Within a channel
+all ranks handle the messages in the same order, by microbatch, then by source and destination. Computation follows the
+order of the table by control dependencies, so a stage holds the activations of no more microbatches than the table has.
 
-Each microbatch is to losses and layers what a replica is: a share of the batch (`tfring.step`), so that the sum of the
-weighed gradients is that of the whole batch.
+Losses and layers treat each microbatch like a replica: as a share of the batch (`tfring.step`), so that the sum of the
+weighted gradients is the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Microbatch:
     """Some rows of this worker's batch.
 
     Attributes:
-      number: From 0.
-      rows: How many, int or int64 scalar; where there are none it holds another's, which does not count.
-      share: Of the rows of the worker's batch, float64 scalar.
-      enlarged: A power of two by which gradients are divided on their way, for those of the mean over a microbatch
-        overflow float16 where those of the mean over the batch do not.
-      step: What the losses and layers see while they compute it.
+      number: The number of the microbatch, from 0.
+      rows: The number of rows, an int or int64 scalar. If it is 0, the microbatch holds a row of another one that does
+        not count.
+      share: The share of the rows of the worker's batch, a float64 scalar.
+      enlarged: A power of two by which gradients are divided during the backward pass, since those of the mean over a
+        microbatch can overflow float16 when those of the mean over the batch do not.
+      step: The step that the losses and layers see while they compute the microbatch.
     """
 
     def __init__(self, number: int, count: int, element: Any, all_rows: Any, replicas: int) -> None:
@@ -73,14 +74,14 @@ class _Batch(NamedTuple):
 
 
 class Held:
-    """The tensors that a stage keeps of a forward pass until its backward pass."""
+    """The tensors that a stage keeps from a forward pass until its backward pass."""
 
     def __init__(self, microbatch: Microbatch, values: dict[int, Any]) -> None:
         self.microbatch = microbatch
-        self.values = values  # by id of a tensor of the model
-        self.tape: tf.GradientTape | None = None  # None where the pass runs again
+        self.values = values  # by the id of a tensor of the model
+        self.tape: tf.GradientTape | None = None  # None if the pass runs again
         self.loss: tf.Tensor | None = None
-        self.seeds: list | None = None  # that the first pass drew, where it runs again
+        self.seeds: list | None = None  # drawn by the first pass, if it runs again
 
 
 class Passes:
@@ -88,8 +89,8 @@ class Passes:
 
     Args:
       pipeline: The `Pipeline`, for its losses, metrics and optimizer.
-      staged: Its model in stages.
-      ring: The workers, whose mesh has as many stages.
+      staged: The model of the pipeline, in stages.
+      ring: The workers. Their mesh has the same number of stages.
       recompute: Whether forward passes run again before backward passes.
     """
 
@@ -105,12 +106,12 @@ class Passes:
         self.is_last = self.number == len(staged.stages) - 1
         self._into = staged.into(self.number)
         self._out_of = staged.out_of(self.number)
-        self._looked_at: set = set()  # whether rows are combined: when training, with a loss
+        self._looked_at: set = set()  # (training, has_loss) of the checks for combined rows that are done
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def train(self, element: Any, schedule: Schedule) -> None:
-        """One step of training: gradients, metrics, update."""
+        """Runs one training step: gradients, metrics, update."""
         microbatches = self._microbatches(element, schedule.num_microbatches)
         self._refuse_combined_rows(microbatches[0], training=True, has_loss=True)
         weights = self.stage.trainable_weights
@@ -141,13 +142,13 @@ class Passes:
         self._share_metrics(counted)
 
     def test(self, element: Any, num_microbatches: int) -> None:
-        """The metrics of a batch."""
+        """Updates the metrics with a batch."""
         counted = _Counted()
         self._forward_only(element, num_microbatches, counted, training=False)
         self._share_metrics(counted)
 
     def predict(self, x: Any, num_microbatches: int, training: bool | None = False) -> Any:
-        """The outputs for all rows, on all stages."""
+        """Returns the outputs for all rows, on all stages."""
         passed = self._forward_only((x, None, None), num_microbatches, None, training)
         outputs = []
         for number, tensor in enumerate(self._staged.model.outputs):
@@ -162,7 +163,7 @@ class Passes:
         return self._packed(outputs)
 
     def symbolic_outputs(self) -> Any:
-        """Returns placeholders for the model's outputs, where Keras only asks for dtypes and shapes."""
+        """Returns placeholders for the model's outputs, for calls in which Keras only needs dtypes and shapes."""
         outputs = []
         for tensor in self._staged.model.outputs:
             dtype, shape = _kind_of(tensor)
@@ -200,7 +201,7 @@ class Passes:
         return passed
 
     def _refuse_combined_rows(self, microbatch: Microbatch, training: bool | None, has_loss: bool) -> None:
-        """Refuses, once, what is not the same of all rows as of each microbatch's."""
+        """Refuses, once, a stage that computes something else from all rows than microbatch by microbatch."""
         if tf.executing_eagerly() or microbatch.step.parts == 1 or (training, has_loss) in self._looked_at:
             return
         self._looked_at.add((training, has_loss))
@@ -225,7 +226,7 @@ class Passes:
         one = Held(microbatch, values)
         if not self._recompute:
             self._taped(one, counted)
-        elif not self.is_last:  # the last stage computes once, when its backward pass comes
+        elif not self.is_last:  # the last stage computes once, at its backward pass
             with randomness.recorded() as one.seeds:
                 computed = self.stage(values, training=True)
             one.values = {**values, **{id(c.tensor): computed[id(c.tensor)] for c in self._out_of}}
@@ -248,7 +249,7 @@ class Passes:
     def _backward(
         self, one: Held, weights: Sequence[Any], given: dict[int, tf.Tensor], counted: _Counted
     ) -> tuple[list, list]:
-        """The gradients of weights, None where there is none, and of what crosses into this stage."""
+        """Returns the gradients of weights (None for a weight without one) and of tensors that enter this stage."""
         if one.tape is None:
             into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._staged.model.inputs}
             one.values = {key: value for key, value in one.values.items() if key in into}
@@ -272,7 +273,7 @@ class Passes:
     # -- losses and metrics ----------------------------------------------------------------------------------------
 
     def _loss_of(self, batch: Microbatch | _Batch, values: dict[int, Any], training: bool) -> tf.Tensor | None:
-        """On the last stage the loss that was compiled; and what this stage's layers add. None where there is none."""
+        """Returns the losses that this stage's layers add, on the last stage with the compiled loss; None if none."""
         pipeline = self._pipeline
         if self.is_last:
             y_pred = self._packed([values[id(tensor)] for tensor in self._staged.model.outputs])
@@ -283,7 +284,7 @@ class Passes:
         return tf.add_n([tf.convert_to_tensor(loss) for loss in added]) if added else None
 
     def _count(self, one: Held, loss: Any, counted: _Counted) -> None:
-        """Metrics and the mean of the loss, but for what other stages add to it."""
+        """Updates the metrics and the mean of the loss, without the losses that other stages add."""
         pipeline, batch = self._pipeline, one.microbatch
         if not self.is_last:
             if loss is not None:
@@ -296,7 +297,7 @@ class Passes:
             pipeline._compile_metrics.update_state(batch.y, y_pred, batch.sample_weight)
 
     def _share_metrics(self, counted: _Counted) -> None:
-        """Gives all stages the state of all metrics: one collective a dtype."""
+        """Gives all stages the state of all metrics, with one collective per dtype."""
         pipeline = self._pipeline
         owners = {id(m): s.number for s in self._staged.stages for m in _metrics_of_layers(s.parts)}
         last = len(self._staged.stages) - 1
@@ -319,7 +320,7 @@ class Passes:
     # -- update ----------------------------------------------------------------------------------------------------
 
     def _update(self, weights: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """The optimizer sees all weights; those of other stages are empty here, and so are their gradients."""
+        """Applies gradients. The optimizer sees all weights; those of other stages and their gradients are empty."""
         variables = self._pipeline.trainable_variables
         if not variables:
             return
@@ -328,7 +329,7 @@ class Passes:
         self._pipeline.optimizer.apply_gradients(zip(every, variables, strict=True))
 
     def _refuse_written(self, microbatches: Sequence[Microbatch], recompute: bool) -> None:
-        """State that layers write is written once a pass, which is not what one process does."""
+        """Refuses layers that write state: they would write it once per pass, which one process does not."""
         written = [variable for microbatch in microbatches for variable, *_ in microbatch.step.written]
         around = step.current()
         if len(microbatches) == 1 and not recompute:
@@ -340,12 +341,12 @@ class Passes:
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _inputs(self, x: Any) -> dict[int, Any]:
-        """The values of the model's inputs."""
+        """Returns the values of the model's inputs."""
         model = self._staged.model
         return dict(zip(map(id, model.inputs), model._standardize_inputs(x), strict=True))
 
     def _received(self, microbatch: Microbatch) -> dict[int, Any]:
-        """The values a forward pass begins with."""
+        """Returns the values with which a forward pass begins."""
         values = self._inputs(microbatch.x)
         for crossing in self._into:
             values[id(crossing.tensor)] = self.control.receive(
@@ -354,7 +355,7 @@ class Passes:
         return values
 
     def _outputs(self, one: Held) -> list[tf.Tensor]:
-        """Returns the tensors with which the forward pass is done."""
+        """Returns the tensors that complete the forward pass."""
         tensors = [one.values[id(tensor)] for tensor in _tensors(self._out_of)]
         if self.is_last:
             tensors += [one.values[id(t)] for t in self._staged.model.outputs if id(t) in one.values]
@@ -366,7 +367,7 @@ class Passes:
             self.control.send(value, crossing.to, name=_name(crossing, one.microbatch))
 
     def _received_gradients(self, one: Held) -> dict[int, tf.Tensor]:
-        """Receives, by the id of a tensor, the sum of its gradients of all stages that use it."""
+        """Receives the gradients of each tensor, by its id, summed over all stages that use it."""
         found: dict[int, tf.Tensor] = {}
         for crossing in _backwards(self._out_of):
             value = one.values[id(crossing.tensor)]
@@ -420,12 +421,12 @@ class _Sum:
         return [self._total.values if isinstance(self._total, tf.IndexedSlices) else self._total]
 
     def value(self) -> Any:
-        """Returns the total; zeros if no microbatch has a gradient, for other stages need one of every weight."""
+        """Returns the total, or zeros if no microbatch has a gradient, since other stages need one for every weight."""
         return stages.no_gradient(self._variable) if self._total is None else self._total
 
 
 class _Counted:
-    """The sum of what this stage's layers add to the loss, times the rows."""
+    """The sum of the losses that this stage's layers add, times the rows."""
 
     def __init__(self) -> None:
         self.total: Any = 0.0
@@ -440,12 +441,12 @@ def _metrics_of_layers(layers: Iterable[Any]) -> list:
 
 
 def _tensors(crossings: Sequence[Crossing]) -> list[keras.KerasTensor]:
-    """Each once, in order."""
+    """Returns each tensor once, in order."""
     return list({id(crossing.tensor): crossing.tensor for crossing in crossings}.values())
 
 
 def _backwards(crossings: Sequence[Crossing]) -> list[Crossing]:
-    """In the order of messages of backward passes: from later stages to earlier ones."""
+    """Returns crossings in the order of the messages of backward passes: from later stages to earlier ones."""
     return sorted(crossings, key=lambda crossing: (-crossing.to, -crossing.source))
 
 

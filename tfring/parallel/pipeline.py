@@ -1,4 +1,4 @@
-"""Pipeline: a model in stages, each on a worker of its own, and batches in microbatches that pass through them."""
+"""Pipeline: a model in stages, each on its own worker, and batches in microbatches that pass through them."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from tfring.runtime import Ring, current_ring
 class Pipeline(keras.Model):
     """A model whose layers are distributed over the workers along the pipeline axis of a `tfring.RingStrategy`'s mesh.
 
-    Each worker holds the weights and the optimizer's slots of its stage alone, and of sharded layers in that stage its
-    shards. A batch is cut into microbatches, which pass through the stages one after the other; their gradients are
-    summed to that of the whole batch: `fit`, `evaluate` and `predict` compute what the model itself computes in one
-    process, and all workers get the same logs and predictions. With one stage, or without a strategy, it is the model
-    itself.
+    Each worker holds only the weights and the optimizer's slots of its stage, and only its shards of sharded layers in
+    that stage. A batch is cut into microbatches, which pass through the stages one after the other. Their gradients are
+    summed to the gradient of the whole batch. `fit`, `evaluate` and `predict` compute what the model itself computes in
+    one process, and all workers get the same logs and predictions. With one stage, or without a strategy, the Pipeline
+    is the model itself.
 
-    The model is made on every worker first, whole; its optimizer and activations are not. Files hold the model, as one
-    process writes it: all workers call `save` and `save_weights` (or `tfring.save`), and what these write loads into
-    the model without a Pipeline, and into any number of stages.
+    The model is first made in full on every worker; its optimizer and activations are not. Files hold the model as one
+    process writes it: all workers call `save` and `save_weights` (or `tfring.save`), and the files load into the model
+    without a Pipeline, and into any number of stages.
 
     Args:
       model: A built `keras.Sequential` or functional model, made in the strategy's scope. Skip connections over stages,
-        several inputs and several outputs work.
-      stages: Names of the layers with which stages 2, 3, ... begin, in the order of `model.layers`; one fewer than the
-        pipeline axis is long. `tfring.parallel.plan_stages` finds those of stages that take equally long.
-      num_microbatches: Into how many parts the rows of a worker's batch are cut. Stages are idle for
-        `(S - 1) / (M + S - 1)` of a step (with S stages and M microbatches). Default 8.
+        several inputs and several outputs are supported.
+      stages: Names of the layers with which stages 2, 3, ... begin, in the order of `model.layers`: one name fewer than
+        the size of the pipeline axis. `tfring.parallel.plan_stages` finds the names for stages that take equally long.
+      num_microbatches: Number of parts into which the rows of a worker's batch are cut. Stages are idle for
+        `(S - 1) / (M + S - 1)` of a step (with S stages and M microbatches). Defaults to 8.
       schedule: "1f1b" (default, PipeDream-flush, https://arxiv.org/abs/2006.09503) or "gpipe"
-        (https://arxiv.org/abs/1811.06965); the same results in the same time, with the activations of at most S
-        microbatches on a stage, or of all. See `tfring.parallel.plan_schedule`.
-      recompute: Whether a stage keeps only what came into it, and computes its forward pass once more before the
-        backward pass; dropout draws the same. Default False.
-      **kwargs: `name`, of `keras.Model`.
+        (https://arxiv.org/abs/1811.06965). Both give the same results in the same time. A stage holds the activations
+        of at most S microbatches with "1f1b", of all with "gpipe". See `tfring.parallel.plan_schedule`.
+      recompute: Whether a stage keeps only its inputs, and computes its forward pass again before the backward pass.
+        Dropout draws the same values. Defaults to False.
+      **kwargs: `name` of `keras.Model`.
 
     Raises:
-      ConfigurationError: For what one process would compute differently. Names of no layer, or of too many or too few;
-        weights used in two stages; models with steps of their own; masks that cross stages; a BatchNormalization that
-        trains, with several microbatches or `recompute`. In `compile` for losses that are means by sample weights or
-        masks, with several microbatches; in `fit` for optimizers that need more than element by element (Adafactor,
-        Lamb, Muon).
+      ConfigurationError: If one process would compute something different; if a name is not that of a layer, or there
+        are too many or too few names; if two stages use the same weight, the model has its own steps, a mask crosses
+        stages, or a BatchNormalization trains with several microbatches or `recompute`. In `compile`, if a loss is a
+        mean by sample weights or masks, with several microbatches. In `fit`, if the optimizer does not work element by
+        element (Adafactor, Lamb, Muon).
 
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")])
     >>> pipeline = Pipeline(model, stages=["b"], num_microbatches=4)
@@ -82,7 +82,7 @@ class Pipeline(keras.Model):
         with contextlib.nullcontext() if ring is None else ring.scope():
             super().__init__(**{"name": f"pipeline_of_{model.name}", "dtype": model.dtype_policy, **kwargs})
         self.model = model
-        if hasattr(model, "output_names"):  # by which losses and metrics are given
+        if hasattr(model, "output_names"):  # the keys of losses and metrics
             self.output_names = model.output_names
         self.num_microbatches = num_microbatches
         self._passes: Passes | None = None
@@ -91,7 +91,7 @@ class Pipeline(keras.Model):
         self.built = True
 
     def _divide(self, staged: StagedModel, ring: Ring, recompute: bool) -> None:
-        """Leaves each stage to its workers."""
+        """Assigns each stage to its workers."""
         _check(self.model, staged, ring, self._schedule, recompute)
         passes = Passes(self, staged, ring, recompute)
         _check_channels(passes, self._schedule)
@@ -107,7 +107,7 @@ class Pipeline(keras.Model):
 
     @property
     def losses(self) -> list:
-        """The losses that layers of this worker's stage add."""
+        """Returns the losses that layers of this worker's stage add."""
         passes = vars(self).get("_passes")
         return super().losses if passes is None else passes.stage.losses
 
@@ -122,7 +122,7 @@ class Pipeline(keras.Model):
         if self._passes is None:
             return super().train_step(data)
         schedule = self._schedule
-        if self.run_eagerly:  # where one thread goes through both channels
+        if self.run_eagerly:  # one thread then handles both channels
             schedule = plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches)
         self._passes.train(keras.utils.unpack_x_y_sample_weight(data), schedule)
         return self.get_metrics_result()
@@ -149,7 +149,7 @@ class Pipeline(keras.Model):
         super().compile(*args, **kwargs)
         if self._passes is not None and self.num_microbatches > 1:
             _check_losses(given.get("loss"))
-        # So that its files hold the optimizer, and how it was compiled.
+        # So that the model's files hold the optimizer and the arguments of `compile`.
         self.model.compile(**{**given, "optimizer": self.optimizer, "jit_compile": False})
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
@@ -160,15 +160,15 @@ class Pipeline(keras.Model):
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model.save` of the model that the Pipeline was made of; all workers call it."""
+        """Calls `save` of the model that the Pipeline was made from. All workers call it."""
         return self.model.save(*args, **kwargs)
 
     def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model.save_weights` of the model that the Pipeline was made of; all workers call it."""
+        """Calls `save_weights` of the model that the Pipeline was made from. All workers call it."""
         return self.model.save_weights(*args, **kwargs)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As `model.load_weights` of the model that the Pipeline was made of: takes its files and those of others."""
+        """Calls `load_weights` of the model that the Pipeline was made from, for its files and those of others."""
         return self.model.load_weights(*args, **kwargs)
 
 
@@ -209,7 +209,7 @@ def _check(
 
 
 def _check_channels(passes: Passes, schedule: Schedule) -> None:
-    """Raises ConfigurationError where TensorFlow has one thread for the messages in both directions."""
+    """Raises ConfigurationError if TensorFlow has only one thread for the messages in both directions."""
     from tfring.ring import ops
 
     control, gradients = passes.control, passes.gradients

@@ -1,4 +1,4 @@
-"""A functional model cut into stages: which calls of layers each makes, and which tensors cross from one to another.
+"""Cuts a functional model into stages: which calls of layers each makes, and which tensors cross between stages.
 
 ```
 model:    in ─► a ─► b ─┬─► c ─► d ─► out          stages=["c", "d"]
@@ -6,8 +6,8 @@ model:    in ─► a ─► b ─┬─► c ─► d ─► out          stage
 crossings of forward passes:   b: 0 ─► 1, 0 ─► 2    c: 1 ─► 2
 ```
 
-Calls follow the order of `model.layers`, in which a layer comes after those it needs. A tensor goes from the
-stage that computes it straight to each that uses it. Inputs of the model are there on every stage.
+Calls follow the order of `model.layers`, in which a layer comes after those it needs. A tensor is sent from the stage
+that computes it directly to each stage that uses it. The inputs of the model are available on every stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Crossing(NamedTuple):
       tensor: The `keras.KerasTensor` of the model.
       source: The stage that computes it.
       to: The stage that uses it.
-      name: Of its messages.
+      name: Name of its messages.
     """
 
     tensor: keras.KerasTensor
@@ -41,11 +41,12 @@ class Stage(keras.layers.Layer):
     """The calls that one stage makes, as a layer around the model's own layers.
 
     Call arguments:
-      values: by the id of a tensor of the model, its value: of the model's inputs and of what crosses to this stage.
-      training: as of the model.
+      values: A dict from the id of a tensor of the model to its value, for the model's inputs and the tensors that
+        cross to this stage.
+      training: The `training` argument of the model.
 
     Returns:
-      The same dictionary with the values of all that the stage computes.
+      The same dict with the values of all tensors that the stage computes.
     """
 
     def __init__(self, number: int, nodes: Sequence) -> None:
@@ -64,7 +65,7 @@ class Stage(keras.layers.Layer):
 
 
 def outputs_of(node: Any, values: dict[int, Any], training: bool | None) -> dict:
-    """Makes one call: what it returns, by the id of the tensors; `values` holds what it takes."""
+    """Makes one call and returns its outputs by the id of their tensors; `values` holds its inputs."""
 
     def filled(argument: Any) -> Any:
         return values[id(argument)] if isinstance(argument, keras.KerasTensor) else argument
@@ -78,7 +79,7 @@ def outputs_of(node: Any, values: dict[int, Any], training: bool | None) -> dict
 
 
 class _Untracked:
-    """Hides what Keras would look through for layers and variables."""
+    """Hides a value that Keras would search for layers and variables."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -88,9 +89,10 @@ class StagedModel(NamedTuple):
     """A model cut into stages.
 
     Attributes:
-      model: Functional.
-      stages: In order.
-      crossings: Of all forward passes of a microbatch, in the order of their messages: by source, then by where to.
+      model: The functional model.
+      stages: The stages, in order.
+      crossings: The crossings of all forward passes of a microbatch, in the order of their messages: by source, then by
+        destination.
     """
 
     model: keras.Model
@@ -109,11 +111,11 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> StagedModel:
 
     Args:
       model: A built Sequential or functional model, with the methods of `keras.Model`.
-      names: Of the layers with which the second stage begins, the third, and so on.
+      names: Names of the layers with which the second stage begins, the third, and so on.
 
     Raises:
-      ConfigurationError: For other models, names that are not those of layers in the order of the model, layers that
-        two stages would use, and tensors that cannot cross.
+      ConfigurationError: If the model is of another kind, the names are not those of layers in the order of the model,
+        two stages would use the same layer, or a tensor cannot cross.
     """
     functional = functional_of(model)
     nodes = calls_of(functional)
@@ -129,10 +131,10 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> StagedModel:
 
 
 def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -> list[Crossing]:
-    """Returns the crossings between stages, where `stage_of` each call of `nodes` is known.
+    """Returns the crossings between stages; `stage_of` gives the stage of each call of `nodes`.
 
     Raises:
-      ConfigurationError: For layers that two stages would use, and tensors that cannot cross.
+      ConfigurationError: If two stages would use the same layer, or a tensor cannot cross.
     """
     _refuse_shared(nodes, stage_of)
     last = stage_of[-1]
@@ -142,7 +144,7 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
     for node, of in zip(nodes, stage_of, strict=True):
         for tensor in node.input_tensors:
             users.setdefault(id(tensor), set()).add(of)
-    for tensor in model.outputs:  # of which the last stage makes losses, metrics and predictions
+    for tensor in model.outputs:  # the last stage computes losses, metrics and predictions from them
         users.setdefault(id(tensor), set()).add(last)
     found = [
         (source[key], to, number, tensor)
@@ -158,10 +160,10 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
 
 
 def functional_of(model: Any) -> keras.Model:
-    """The model as a functional one, whose calls can be distinguished.
+    """Returns the model as a functional one, with calls that can be distinguished.
 
     Raises:
-      ConfigurationError: For other models than built Sequential and functional ones, with the methods of `keras.Model`.
+      ConfigurationError: If it is not a built Sequential or functional model with the methods of `keras.Model`.
     """
     if isinstance(model, keras.Sequential) and model.built and model.layers:
         return keras.Model(model.inputs, model.outputs, name=model.name)
@@ -184,7 +186,7 @@ def functional_of(model: Any) -> keras.Model:
 
 
 def _unnested(model: keras.Model, kept: Iterable[str]) -> keras.Model:
-    """The model with the layers of nested functional models in their place, but for nested models named in `kept`."""
+    """Returns the model with nested functional models replaced by their layers, except those named in `kept`."""
 
     def run(functional: keras.Model, values: dict) -> dict:
         for node in calls_of(functional):
@@ -201,12 +203,12 @@ def _unnested(model: keras.Model, kept: Iterable[str]) -> keras.Model:
     outputs = keras.tree.map_structure(lambda tensor: values[id(tensor)], model._outputs_struct)
     try:
         return keras.Model(model._inputs_struct, outputs, name=model.name)
-    except ValueError:  # layers of one name in several models
+    except ValueError:  # layers of the same name in several models
         return model
 
 
 def _nested_of(node: Any) -> keras.Model | None:
-    """The functional model that a node calls with inputs as they are and nothing else; None for any other call."""
+    """Returns the functional model that a node calls with unchanged inputs only; None for any other call."""
     nested = node.operation
     if not isinstance(nested, keras.Model) or any(value is not None for value in node.arguments.kwargs.values()):
         return None
@@ -220,13 +222,13 @@ def _nested_of(node: Any) -> keras.Model | None:
 
 
 def calls_of(model: keras.Model) -> list:
-    """The calls of operations that the outputs need, each after those it needs, as Keras orders its layers."""
+    """Returns the calls of operations that the outputs need, each after those it needs, in Keras' order of layers."""
 
     def node_of(tensor: Any) -> Any:
         operation, index, _ = tensor._keras_history
         return operation._inbound_nodes[index]
 
-    behind: list = []  # each node behind those it needs
+    behind: list = []  # each node after those it needs
     seen: set[int] = set()
     todo = [(node_of(tensor), False) for tensor in reversed(model.outputs)]
     while todo:
@@ -276,7 +278,7 @@ def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
 
 
 def _refuse_shared(nodes: Sequence, stage_of: Sequence[int]) -> None:
-    user: dict[int, tuple] = {}  # of a variable
+    user: dict[int, tuple] = {}  # keyed by a variable's id
     for node, stage in zip(nodes, stage_of, strict=True):
         if not isinstance(node.operation, keras.layers.Layer):
             continue
@@ -311,6 +313,6 @@ def _check_crossing(tensor: Any, source: int, to: int) -> None:
 
 
 def batch_normalizations(model: Any) -> list[keras.layers.Layer]:
-    """Layers that compute statistics of a batch when they train, and are not frozen."""
+    """Returns the layers that compute statistics of a batch in training and are not frozen."""
     kinds = (keras.layers.BatchNormalization,)
     return [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.trainable]

@@ -1,8 +1,8 @@
-"""Has a step that replicas run on their own rows give what one process computes from the whole batch.
+"""Makes a step that replicas run on their own rows compute the results of one process for the whole batch.
 
 A traced step is a graph. Each tensor in it is Replicate, Shard, Partial or none of these, up to a scale (`types`).
-Rules by family of operations (`rules`) say which, from what the inputs are. Where a rule takes other inputs they are
-converted (`conversions`), and the graph is edited (`edit`). Knows no Keras.
+Rules for families of operations (`rules`) derive this from the inputs. If a rule needs other inputs, they are converted
+(`conversions`), and the graph is edited (`edit`). This package does not depend on Keras.
 """
 
 from tfring.partition.analysis import Analysis, Finding, analyze

@@ -1,4 +1,4 @@
-"""Walks a traced step and finds what each tensor is of the one that one process computes from the whole batch.
+"""Walks a traced step and finds how each tensor relates to the one that one process computes from the whole batch.
 
 ```
 graph ─► operations, inputs first ─► small integers ─► a rule by the type of operation ─► Value of each tensor
@@ -6,10 +6,10 @@ graph ─► operations, inputs first ─► small integers ─► a rule by the
 marks.declare ─► Value as declared                  marks.expect ─► Finding, unless the Value fits
 ```
 
-What is Unplaced stays so through all that is computed from it, so a finding names the first operation, which is where
-the user has to look. Where a rule does not place results, inputs are converted: the first conversions are taken with
-which it does; an operation without a rule is computed from the tensors of one process, on each replica. Nothing is
-changed here: the edits say what `edit.apply` does to the graph.
+Tensors computed from an Unplaced tensor are Unplaced as well, so a finding names the first operation, which is where
+the user has to look. If a rule does not place the results, inputs are converted, by the first conversions with which
+the rule does place them. An operation without a rule is computed from the tensors of one process, on each replica. This
+module changes nothing: the edits describe how `edit.apply` changes the graph.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from tfring.partition.types import (
 
 
 class Finding(NamedTuple):
-    """A tensor that is not what the step takes it for.
+    """A tensor that is not what the step expects.
 
     Attributes:
       reason: A key of `report.REASONS`.
-      op: The operation where it ceased to be.
-      name: Of the tensor.
+      op: The operation that made it so.
+      name: Name of the tensor.
     """
 
     reason: str
@@ -68,10 +68,10 @@ class Edit(NamedTuple):
 
     Attributes:
       op: The operation.
-      position: Of its input.
-      value: What the input is.
-      conversion: What it is converted by.
-      level: How many exchanges between replicas the input waits for.
+      position: Position of the input.
+      value: Value of the input.
+      conversion: Conversion of the input.
+      level: Number of exchanges between replicas that the input waits for.
     """
 
     op: Any
@@ -85,13 +85,14 @@ class Analysis(NamedTuple):
     """The findings and the conversions of a step.
 
     Attributes:
-      findings: What is not what one process would compute, each once.
-      edits: The conversions that make the rest so, inputs first; of each those of all replicas of this process.
-      values: What each tensor of the outermost graph is once that is done, by its name.
-      sources: For each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
-        the replica's part.
-      levels: How many exchanges each operation waits for, by its name.
-      writes_parts: Whether a variable that holds one value, or one for each row, is given parts of one.
+      findings: The tensors that differ from those of one process, each once.
+      edits: The conversions that make the other tensors equal to those of one process, inputs first. Each entry has one
+        edit for each replica of this process.
+      values: A dict that maps the name of each tensor of the outermost graph to its value after the conversions.
+      sources: For each replica of this process, a dict that maps each symbol to a tensor, its axis of this size, and
+        whether this is the replica's part.
+      levels: A dict that maps the name of each operation to the number of exchanges it waits for.
+      writes_parts: Whether parts are written to a variable that holds one value, or one for each row.
     """
 
     findings: list[Finding]
@@ -103,19 +104,23 @@ class Analysis(NamedTuple):
 
 
 Source = tuple[Any, int, bool]
-_Key = tuple[str, int, int]  # of edits that are twins: the operation's name, the input's position, which of its edits
+_Key = tuple[str, int, int]  # of edits that are twins: name of the operation, position of the input, number of the edit
 
 
 def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -> Analysis:
     """Analyzes the graph of a step.
 
     Args:
-      graph: A FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
-      holds: Tells of the handle of a variable what replicas hold in it: "copies", which become the same where they are
-        not, "parts" of a sum, or "values" of their own, which nothing makes the same after the step.
+      graph: A FuncGraph with marks. Its inputs are assumed to be the same on all replicas, except declared ones.
+      holds: A function that returns, for the handle of a variable, the values that replicas hold in it: "copies", which
+        are made the same if they are not; "parts" of a sum; or their own "values", which are not made the same after
+        the step.
+
+    Returns:
+      The analysis of the graph.
 
     Raises:
-      DifferentReplicasError: Where replicas of this process did not trace the same.
+      DifferentReplicasError: If replicas of this process did not trace the same operations.
     """
     marked = needed_for(graph, marks.expected)
     needed = marked | needed_for(graph, Definitions().is_stateful)
@@ -133,7 +138,7 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
             elif held == "values" or value.handle in written_alike:
                 walk.written_alike.add(value.handle)
         values = walk.graph(graph, ins)
-        if walk.read_in_bodies - written_alike:  # once more, for nothing is converted in bodies
+        if walk.read_in_bodies - written_alike:  # walks again, because inputs are not converted in bodies
             written_alike |= walk.read_in_bodies
             continue
         edits, levels = _of_all_replicas(walk, twins.count)
@@ -145,11 +150,11 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
     raise DifferentReplicasError("an operation of one replica waits for one of another")
 
 
-_MOST_WALKS = 8  # levels of twins differ where TensorFlow orders what replicas do, such as printing
+_MOST_WALKS = 8  # levels of twins differ if TensorFlow orders operations of replicas, such as printing
 
 
 def _of_all_replicas(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...]], dict[_Key, int]]:
-    """Returns the edits of a walk, those of twins together, and the level on which all of them can be made."""
+    """Returns the edits of a walk, grouped by twins, and the level at which all edits of a group can be made."""
     found: dict[_Key, list[Edit]] = {}
     for edit, key in zip(walk.edits, walk.keys(), strict=True):
         found.setdefault(key, []).append(edit)
@@ -161,13 +166,13 @@ def _of_all_replicas(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...
 
 
 class Definitions:
-    """Holds what is known of all operations of a type; TensorFlow takes longer to ask for each."""
+    """Caches properties of operation types; it takes longer to get them from TensorFlow for each operation."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[bool, tuple[str, ...]]] = {}
 
     def of(self, op: Any) -> tuple[bool, tuple[str, ...]]:
-        """Returns whether an operation has effects or state, and the names of its arguments."""
+        """Returns whether an operation is stateful, and the names of its arguments."""
         if op.type not in self._known:
             definition = op.op_def
             self._known[op.type] = definition.is_stateful, tuple(argument.name for argument in definition.input_arg)
@@ -186,24 +191,24 @@ class Walk:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
-        self.written_alike: set[Any] = set()  # of those that are written with the value of one process
-        self.updated: set[Any] = set()  # and of those that operations of tfring's own read or write
-        self.read_in_bodies: set[Any] = set()  # and of those that bodies read, but are not written alike
+        self.written_alike: set[Any] = set()  # of variables that are written with the value of one process
+        self.updated: set[Any] = set()  # of variables that tfring's own operations read or write
+        self.read_in_bodies: set[Any] = set()  # of variables that bodies read, but that are not written alike
         self._twins = twins
-        self._needed = needed  # names of operations of which something comes
-        self._marked = marked  # and of those that a mark is computed from
-        self._least_levels = levels  # of edits, which wait for those of other replicas
+        self._needed = needed  # names of operations that have an effect or that a mark depends on
+        self._marked = marked  # names of operations that a mark depends on
+        self._least_levels = levels  # of edits, which wait for their twins in other replicas
         self.findings: list[Finding] = []
         self.edits: list[Edit] = []
         self.sources: list[dict[str, Source]] = [{} for _ in range(twins.count)]
         self.levels: dict[str, int] = {}  # of operations of the outermost graph
         self._depth = 0  # of bodies
-        self._scope = ""  # of the body that is walked: the calls that lead to it
+        self._scope = ""  # of the current body: the calls that lead to it
         self._levels_of_state: dict[Any, int] = {}
         self._bodies: dict = {}
         self._definitions = Definitions()
         self._positions: dict[Any, dict[str, int]] = {}  # in bodies, of operations by their names
-        self._put_together: dict[Any, str] = {}  # symbols by the sizes that rows of them come from
+        self._put_together: dict[Any, str] = {}  # symbols, by the concatenated sizes or the mask that they come from
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -228,14 +233,14 @@ class Walk:
             is_own = op.name in own
             is_kept = is_own and _may_write(op, ins)
             if is_kept:
-                self.contents = dict(contents)  # which stay as they were
+                self.contents = dict(contents)  # restored below
             values = self._operation(op, ins, is_own, known)
             if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
                 self._find_effects(values if op.type == "While" and op.name not in self._marked else [])
             if is_kept:
                 self.contents = contents
                 for handle in {value.handle for value in ins if op.type not in _tf.READS} & contents.keys():
-                    held = contents[handle]  # as before, but not the numbers that were known
+                    held = contents[handle]  # as before, but without the known numbers
                     contents[handle] = dataclasses.replace(held, const=None, is_zero=False, is_uniform=False)
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
             if self._depth == 0:
@@ -243,10 +248,10 @@ class Walk:
         return known
 
     def _find_effects(self, values: Sequence[Value]) -> None:
-        """Finds what operations do, print or write with what one process does not have.
+        """Finds effects, such as printing or writing, of values that one process does not have.
 
         Args:
-          values: The results of a loop that runs for what it does alone, on inputs of which some may be converted.
+          values: The results of a loop that runs only for its effects; some of its inputs may be converted.
         """
         effects = [self.contents.pop(key) for key in [key for key in self.contents if isinstance(key, str)]]
         for placement in (value.placement for value in [*effects, *values]):
@@ -254,7 +259,7 @@ class Walk:
                 self.findings.append(Finding(placement.reason, placement.op, "what the step writes or prints"))
 
     def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
-        """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
+        """Walks the function of an attribute of an operation, or one function of several; returns its outputs."""
         graph = self._body(op, attribute, position)
         before, self._scope = self._scope, f"{self.label(op)}.{attribute}{'' if position is None else position}"
         self._depth += 1
@@ -264,17 +269,17 @@ class Walk:
             inside, self._scope = f"rows:{self._scope}/", before
             self._depth -= 1
         values = [known[tensor.name] for tensor in graph.outputs]
-        # Outside of a body it is not known how many rows a mask of it keeps.
+        # Outside of a body, the number of rows that a mask inside it keeps is not known.
         return [Value(v.shape, Unplaced(op)) if _depends_on(v, inside) else v for v in values]
 
     def _note(self, op: Any, values: Sequence[Value], edits: Sequence[Edit]) -> None:
-        """Notes how many exchanges results wait for, and which symbols are their sizes."""
+        """Records the number of exchanges that results wait for, and the symbols that are their sizes."""
         level = max((edit.level + conversions.waits(edit.value, edit.conversion) for edit in edits), default=0)
         states = self._state_of(op)
         level = max(level, self._level(op, states))
         self.levels[op.name] = level
         sources = self.sources[self._twins.replica(op)]
-        for state in states:  # operations on it run in order
+        for state in states:  # operations on a state run in order
             self._levels_of_state[state] = level
         for tensor, value in zip(op.outputs, values, strict=True):
             if value.shape is None or value.is_list or isinstance(value.placement, Unplaced):
@@ -290,17 +295,17 @@ class Walk:
                     sources[name] = (tensor, axis, own)
 
     def unchanged(self, op: Any) -> list[bool]:
-        """Returns for each variable of a loop whether its body hands it on as it is."""
+        """Returns for each variable of a loop whether its body returns it unchanged."""
         graph = self._body(op, "body")
         return [_passed_on(out) is into for out, into in zip(graph.outputs, graph.inputs, strict=True)]
 
     def _state_of(self, op: Any) -> list[str | None]:
-        """Returns what an operation reads or writes beside its inputs and outputs, in the order of the graph."""
+        """Returns the states that an operation reads or writes besides its inputs and outputs, in graph order."""
         found: list[str | None] = [tensor.name for tensor in op.inputs if tensor.dtype.name == "resource"]
         return found or ([None] if self._definitions.is_stateful(op) else [])
 
     def _level(self, op: Any, states: Sequence[str | None]) -> int:
-        """Returns how many exchanges an operation waits for, its edits aside."""
+        """Returns the number of exchanges that an operation waits for, without its edits."""
         before = [*(tensor.op.name for tensor in op.inputs), *(each.name for each in op.control_inputs)]
         levels = [self.levels.get(name, 0) for name in before] + [self._levels_of_state.get(s, 0) for s in states]
         return max(levels, default=0)
@@ -327,8 +332,8 @@ class Walk:
             return [self._compared(op, ins[0], known.get(marks.like(op) or ""), *expected)]
         of_own = [isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins]
         if not is_own and any(of_own) and op.type in _SUMS and not all(of_own):
-            return self._unplaced(op, ins, Unplaced(op))  # of gradients, some of which are tfring's
-        if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and not declared
+            return self._unplaced(op, ins, Unplaced(op))  # of gradients, some of which are tfring's own
+        if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and is not declared
             if not is_own and not _is_linear_in_own(op, ins, of_own, self.rows):
                 return self._unplaced(op, ins, Unplaced(op))  # gradients that the step changes
             return [self._of_own(op, tensor) for tensor in op.outputs]
@@ -336,7 +341,7 @@ class Walk:
             return [Value((), const=np.array(0))]
         for i, tensor in enumerate(op.inputs):
             if _is_replica_id(tensor) and op.name in self._marked and not self._depth:
-                self._edit(op, i, ins[i], conversions.Numbers(()))  # that of one process
+                self._edit(op, i, ins[i], conversions.Numbers(()))  # the id in one process
         if op.type in _COLLECTIVES:
             self.findings.append(Finding("replicas", op, "what replicas exchange"))
         of_shape = constants.of_shape(op, ins)
@@ -375,7 +380,7 @@ class Walk:
         if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
             return values
         after = self._state()
-        shares = {i for i, tensor in enumerate(op.inputs) if _is_share(tensor)}  # by which tfring weighs what it sums
+        shares = {i for i, tensor in enumerate(op.inputs) if _is_share(tensor)}  # weights of tfring's sums
         for found in conversions.candidates(ins, _terms(op), self.rows):
             found = {i: conversion for i, conversion in found.items() if i not in shares}
             if any(_needs_other_dtype(op.inputs[i], ins[i], conversion) for i, conversion in found.items()):
@@ -391,9 +396,9 @@ class Walk:
         return values
 
     def _held(self, op: Any, ins: Sequence[Value], values: list[Value]) -> list[Value]:
-        """Returns results of which it is known whether they are parts of what replicas hold in parts.
+        """Sets for results whether they are parts of a value that replicas hold in parts.
 
-        Beside those a part of the batch is to be zero on a replica without rows, which in bodies it is not.
+        A part of the batch that is added to such parts must be zero on a replica without rows; in bodies it is not.
         """
         if op.type == "ReadVariableOp":
             content = self.contents.get(ins[0].handle)
@@ -414,9 +419,10 @@ class Walk:
         return [dataclasses.replace(v, is_held=found, adds_to=adds_to) if is_partial(v) else v for v in values]
 
     def _of_kept(self, op: Any, ins: Sequence[Value], values: list[Value]) -> list[Value]:
-        """Returns results of which it is known whether they are sums over rows that a mask keeps.
+        """Sets for results whether they are sums over rows that a mask keeps.
 
-        A replica that has none of these rows holds nothing of a mean over them, so nothing else is multiplied by one.
+        A replica that has none of these rows holds no part of a mean over them, so other values are not multiplied by
+        such a mean.
         """
         if op.type in _WITH_BODIES or op.type == "ReadVariableOp":
             return values
@@ -436,9 +442,9 @@ class Walk:
         return self._unplaced(op, [], Unplaced(op, "own"))[tensor.value_index]
 
     def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
-        """Returns results for which it does not matter that replicas have drawn; None where all need the same numbers.
+        """Returns results that may be computed from numbers that replicas draw; None if all need the same numbers.
 
-        What is computed from numbers that are drawn is as if it had been drawn.
+        Results that are computed from drawn numbers count as drawn.
         """
         if op.type == "IdentityN" or (op.type in (*DRAWS, *SHUFFLES) and not is_drawn(ins[0])):
             return self._placed(op, ins)
@@ -460,7 +466,7 @@ class Walk:
         return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) else value
 
     def _drawn_once(self, op: Any, ins: Sequence[Value]) -> list[Value]:
-        """Returns inputs of which all replicas have those that the first has drawn, or their rows of what they drew."""
+        """Returns inputs converted to the numbers that the first replica has drawn, or to the rows of own numbers."""
         given = list(ins)
         for i, value in enumerate(ins):
             if is_drawn(value) and (self._depth or value.is_list):
@@ -472,13 +478,13 @@ class Walk:
         return given
 
     def _rows_of_drawn(self, op: Any, value: Value) -> conversions.Conversion | None:
-        """Returns the conversion to this replica's rows, where it has drawn independent numbers for all rows."""
+        """Returns the conversion to this replica's rows, if it has drawn independent numbers for all rows."""
         axes = [axis for axis, size in enumerate(value.shape or ()) if rows_in(size, self.rows)]
         is_one = self._twins.count == 1 and len(axes) == 1
         return conversions.Own(axes[0]) if is_one and _draws_each_number(op) else None
 
     def _with_totals(self, op: Any, ins: Sequence[Value], which: Sequence[bool]) -> Sequence[Value]:
-        """Returns values of which some become the numbers of the whole batch."""
+        """Returns the values, some of them converted to the numbers of the whole batch."""
         if not any(which):
             return ins
         if self._depth:
@@ -501,14 +507,14 @@ class Walk:
         if op.name not in self._needed:
             return
         level = self.levels.get(op.inputs[index].op.name, 0)
-        value = dataclasses.replace(value, adds_to=None)  # of each replica's own variable
+        value = dataclasses.replace(value, adds_to=None)  # differs: each replica has its own variable
         self.edits.append(Edit(op, index, value, conversion, level))
         if self._least_levels:
             *_, key = self.keys()
             self.edits[-1] = self.edits[-1]._replace(level=max(level, self._least_levels.get(key, 0)))
 
     def keys(self) -> Iterator[_Key]:
-        """Yields for each edit what it shares with its twins of other replicas."""
+        """Yields for each edit a key that it shares with its twins of other replicas."""
         numbers: dict[tuple[str, int], int] = {}
         for edit in self.edits:
             at = edit.op.name, edit.position
@@ -516,7 +522,7 @@ class Walk:
             yield self._twins.name(edit.op), edit.position, numbers[at]
 
     def label(self, op: Any) -> str:
-        """Returns what an operation is called in symbols: alike of twins, another in each call of a function."""
+        """Returns the name of an operation in symbols: the same for twins, different for each call of a function."""
         if not self._depth:
             return f"{op.graph.name}/{self._twins.name(op)}"
         if op.graph not in self._positions:
@@ -524,14 +530,14 @@ class Walk:
         return f"{self._scope}/{self._positions[op.graph][op.name]}"
 
     def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value] | None = None) -> Unplaced | None:
-        """Returns why something is not placed: of values, or of what variables hold, but did not before."""
+        """Returns why a value is not placed, or the new content of a variable; None if all are placed."""
         placements = [value.placement for value in values]
         if before is not None:
             placements += [v.placement for handle, v in self.contents.items() if before.get(handle) is not v]
         return next((placement for placement in placements if isinstance(placement, Unplaced)), None)
 
     def _placed(self, op: Any, ins: Sequence[Value]) -> list[Value]:
-        """Returns the values of an operation's results by its rule; Unplaced where it does not say."""
+        """Returns the values of an operation's results by its rule, or Unplaced if the rule does not apply."""
         try:
             values = self._of_kept(op, ins, self._held(op, ins, self._by_rule(op, ins)))
             self._fit_sizes(op, ins, values)
@@ -541,29 +547,29 @@ class Walk:
         is_same = all(_is_same(v) and v.handle is None and not has_numbers(v, self.rows) for v in ins)
         is_function = is_same and not self._definitions.is_stateful(op) and op.type not in _WITH_BODIES
         if is_function and self._why_unplaced(checked) is not None:
-            return [Value(self.shape(tensor)) for tensor in op.outputs]  # the rule took another shape for it
+            return [Value(self.shape(tensor)) for tensor in op.outputs]  # the rule derived another shape
         return checked
 
-    # -- numbers of rows, where a replica may hold all rows ---------------------------------------------------------
+    # -- numbers of rows, if a replica may hold all rows ------------------------------------------------------------
 
     def _has_all_rows(self, value: Value) -> bool:
-        """Returns True if a replica holds all rows of a value, along an axis or more."""
+        """Returns True if a replica holds all rows of a value along at least one axis."""
         if value.shape is None:
             return False
         own = value.placement.axis if isinstance(value.placement, Shard) else None
         return any(rows_in_any(size, self.rows) for axis, size in enumerate(value.shape) if axis != own)
 
     def _size_of_any(self, value: Value, numbers: Any) -> Value:
-        """Returns the sizes of a value, which may have all rows, or these and a replica's own."""
+        """Returns the sizes of a value, possibly of all rows, or of both all rows and a replica's own."""
         is_total = (None if is_sharded(value) else True) if self._has_all_rows(value) else False
         return Value(numbers.shape, const=numbers, is_total=is_total)
 
     def _fit_sizes(self, op: Any, ins: Sequence[Value], values: list[Value]) -> None:
-        """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
+        """Converts the sizes that an operation gets to those that its results need, given their placement."""
         if not values:
             return
-        # On a replica with one row the axes that a gradient is summed along are those of it, too. Bodies that are given
-        # all rows have them as one process does.
+        # On a replica with one row, a gradient would also be summed along the axis of rows. Bodies that get all rows
+        # have the axes of one process.
         sums = op.type == "Sum" and _are_axes_of_gradient(op.inputs[1]) and not self._depth
         if sums and ins[1].const is not None and (self._has_all_rows(ins[0]) or not is_sharded(ins[0])):
             self._edit(op, 1, ins[1], conversions.Numbers(()))
@@ -584,7 +590,7 @@ class Walk:
                 self._edit(op, i, value, conversions.Numbers(own))
 
     def _own_sizes(self, op: Any, ins: Sequence[Value], result: Value, position: int) -> tuple[int, ...]:
-        """Returns the positions of the sizes, in the input at a position, that have to be this replica's."""
+        """Returns the positions of the sizes, in the input at a position, that must be those of this replica."""
         sizes = ins[position].const
         of = {"StridedSlice": ins[0], "StridedSliceGrad": result}.get(op.type)
         if of is not None:
@@ -604,7 +610,7 @@ class Walk:
     def _by_rule(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         rule = RULES.get(op.type)
         is_stateful, arguments = self._definitions.of(op)
-        if len(arguments) == len(ins):  # else there are lists of inputs
+        if len(arguments) == len(ins):  # otherwise there are lists of inputs
             sizes = _SIZES.get(op.type, ())
             for i, (value, argument) in enumerate(zip(ins, arguments, strict=True)):
                 if argument in _NUMBERS and value.const is None and not _is_same(value):
@@ -622,27 +628,27 @@ class Walk:
         held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
         if not all(is_replicated(content) and content.scale == UNSCALED for content in held):
             raise NoRule
-        # Of the same on all replicas it makes the same.
+        # The same inputs on all replicas give the same results.
         unscaled(self, [value for value in ins if value.handle is None])
         for value in ins:
             if value.handle in self.contents and op.type not in _tf.READS:
                 self.contents[value.handle] = dataclasses.replace(self.contents[value.handle], is_zero=False)
-        # What draws on its own, or calls Python, may make something else.
+        # Operations that draw random numbers or call Python may give different results.
         is_own = is_stateful and not any(value.handle is not None for value in ins)
         return [Value(self.shape(t), Drawn() if is_own and _is_exchanged(t.dtype) else Replicate()) for t in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
-        if not op.outputs:  # what it does is like a variable that it writes
+        if not op.outputs:  # its effect is treated like a variable that it writes
             self.contents[op.name] = Value(None, placement)
         for value in ins:
             if value.handle is not None and op.type not in _tf.READS and op.type not in _WITH_BODIES:
                 self.contents[value.handle] = Value(None, placement)
-        # Of an open shape nothing is known either.
+        # An open shape is not known either.
         shapes = [tensor.shape.as_list() if tensor.shape.is_fully_defined() else None for tensor in op.outputs]
         return [Value(None if shape is None else tuple(shape), placement) for shape in shapes]
 
     def _checked(self, op: Any, tensor: Any, value: Value) -> Value:
-        """Compares a symbolic shape with the static one, and with the placement; where they differ nothing is known."""
+        """Compares a symbolic shape with the static one and the placement; returns Unplaced if they differ."""
         if value.shape is None or value.is_list or value.handle is not None:
             return value
         if is_sharded(value):
@@ -673,25 +679,25 @@ class Walk:
         return Value(shape, Shard(0), PER_MEAN if what == "gradients of rows" else UNSCALED)
 
     def _looked_up(self, op: Any, ids: Value | None) -> Value:
-        """Returns rows of which there is one for each id."""
+        """Returns the value of looked-up rows, one for each id."""
         [tensor] = op.outputs
         if ids is None or ids.shape is None or isinstance(ids.placement, Unplaced) or is_partial(ids):
             return self._unplaced(op, [], Unplaced(op))[0]
         return Value(self.shape(tensor, dict(enumerate(ids.shape))), ids.placement)
 
     def _compared(self, op: Any, value: Value, like: Value | None, what: str, name: str) -> Value:
-        """Returns a value that a mark is on, converted to what the mark expects where it can be."""
+        """Returns the value of a marked tensor, converted to the expectation of the mark if possible."""
         if isinstance(value.placement, Unplaced):
             reason = value.placement.reason
             if reason == "own" and what in ("mean", "rows of gradients", "ids of gradients"):
-                return value  # of a weight of what is declared, whose gradient is that of rows
+                return value  # of a weight of a declared tensor, whose gradient is one of rows
             self.findings.append(Finding("rows" if reason == "own" else reason, value.placement.op, name))
             return value
         if value.is_zero and what not in ("same", "rows", "concatenated"):
             return value
         try:
             fits = _fits(value, scale_of(self, value), what)
-        except NoRule:  # sizes, of which some are of rows
+        except NoRule:  # sizes, some of which depend on rows
             fits = False
         if what == "added":
             fits = like is not None and like.adds_to is not None and value.adds_to is like.adds_to
@@ -718,7 +724,7 @@ class Walk:
     def shape(
         self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
     ) -> tuple[Size, ...] | None:
-        """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
+        """Returns the sizes of an output: known ones, static ones, those of `like`, or new symbols."""
         if tensor.shape.rank is None:
             return None
         name = f"open:{self.label(tensor.op)}:{tensor.value_index}"
@@ -731,23 +737,23 @@ class Walk:
         return tuple(sizes)
 
     def new_rows(self, op: Any, of: Any = None) -> str:
-        """Returns a symbol of rows, which an operation makes; the same of the same sizes put together."""
+        """Returns a symbol for rows that an operation makes. The same `of` gives the same symbol."""
         name = f"rows:{self.label(op)}"
-        if of is not None and (self._depth or op.name in self._needed):  # others have no names in common with twins
+        if of is not None and (self._depth or op.name in self._needed):  # others share no names with twins
             name = self._put_together.setdefault(of, name)
         self.rows.add(name)
         return name
 
 
-# What adds its inputs, or puts them beside each other.
+# Operations that add their inputs or concatenate them.
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "Select", "SelectV2", "Pack", "ConcatV2", "BiasAdd", "TensorScatterAdd")
 _NO_TERMS = {"Select": 0, "SelectV2": 0, "ConcatV2": -1, "TensorScatterAdd": 1}
 
 
 def _is_linear_in_own(op: Any, ins: Sequence[Value], of_own: Sequence[bool], rows: set[str]) -> bool:
-    """Returns True if sums over replicas of what tfring computes with its own stay such sums.
+    """Returns True if an operation on results of tfring's own operations keeps sums over replicas.
 
-    So they do in a backward pass, and in what multiplies by numbers that all replicas hold.
+    It does in a backward pass, and if it multiplies by numbers that all replicas hold.
     """
     if _tf.is_of_backward_pass(op):
         return True
@@ -761,14 +767,14 @@ def _is_linear_in_own(op: Any, ins: Sequence[Value], of_own: Sequence[bool], row
 
 
 def _are_axes_of_gradient(axes: Any) -> bool:
-    """Returns True if axes are those along which a gradient is summed, with or without an offset, as einsum has it."""
+    """Returns True if a gradient is summed along these axes, with or without an offset, as for einsum."""
     if axes.op.type == "AddV2":
         return any(map(_are_axes_of_gradient, axes.op.inputs))
     return axes.op.type == "BroadcastGradientArgs"
 
 
 def _terms(op: Any) -> list[int]:
-    """Returns the positions of inputs that an operation adds, or puts beside each other."""
+    """Returns the positions of inputs that an operation adds or concatenates."""
     if op.type not in _SUMS:
         return []
     positions = list(range(len(op.inputs)))
@@ -778,7 +784,7 @@ def _terms(op: Any) -> list[int]:
 
 
 def _adds_to(op: Any, ins: Sequence[Value]) -> Any:
-    """Returns what a variable held that a result is the value of, or that plus a part of the batch."""
+    """Returns the content of a variable if a result is its value, or that plus a part of the batch."""
     if op.type in _tf.PASSES_ON:
         return ins[0].adds_to
     others = [value for value in ins if value.adds_to is None]
@@ -787,7 +793,7 @@ def _adds_to(op: Any, ins: Sequence[Value]) -> Any:
     return next(value.adds_to for value in ins if value.adds_to is not None) if is_added else None
 
 
-# The inputs that are sizes of results, or where slices begin and end.
+# The inputs that are sizes of results, or begins and ends of slices.
 _SIZES: dict[str, tuple[int, ...]] = {
     **{name: (0,) for name in ("Fill", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal")},
     **{name: (0,) for name in ("AvgPoolGrad", "AvgPool3DGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2")},
@@ -805,8 +811,8 @@ _SIZES: dict[str, tuple[int, ...]] = {
 }
 
 
-# The names, in definitions of operations, of inputs that say how much of another is taken, where, or how long results
-# are. What is computed with others than one process has is nothing of the whole batch.
+# Names, in definitions of operations, of inputs that determine the amount or position of a part of another input, or
+# the size of results. Results for inputs that differ from those of one process do not belong to the whole batch.
 _NUMBERS = frozenset(
     (
         *("axis", "dim", "dimension", "dims", "perm", "reduction_indices", "split_dim"),
@@ -817,25 +823,25 @@ _NUMBERS = frozenset(
         *("element_shape", "max_num_elements"),
     )
 )
-# Of these, and of those that say which entries are taken, the ones whose numbers of rows are those of the whole batch.
+# These inputs, and those that select entries, must have the numbers of rows of the whole batch.
 _VALUES = _NUMBERS - {"element_shape"} | {"index", "indices", "segment_ids"}
 
 
 def _is_same(value: Value) -> bool:
-    """Returns True if all replicas hold what one process does; of an unplaced value too, which says why it is not."""
+    """Returns True if all replicas hold the value of one process, or the value is Unplaced (with its reason)."""
     if isinstance(value.placement, Unplaced):
         return True
     return is_replicated(value) and value.scale == UNSCALED and value.points_into is None
 
 
-# What `tf.random.normal`, `tf.nn.dropout` and the like make of a number that is drawn.
+# Operations of `tf.random.normal`, `tf.nn.dropout` and similar functions on drawn numbers.
 _OF_EACH_NUMBER = (
     *("Identity", "Cast", "Mul", "AddV2", "Add", "Sub", "RealDiv", "Greater", "GreaterEqual", "Less", "Floor"),
 )
 
 
 def _draws_each_number(op: Any) -> bool:
-    """Returns True if an operation draws numbers by themselves, or computes each of its own from one of these."""
+    """Returns True if an operation draws independent numbers, or computes each result from one such number."""
     while op.type in _OF_EACH_NUMBER:
         tensors = [tensor for tensor in op.inputs if tensor.shape.rank != 0]
         if len(tensors) != 1:
@@ -845,12 +851,12 @@ def _draws_each_number(op: Any) -> bool:
 
 
 def _is_replica_id(tensor: Any) -> bool:
-    """Returns True for what TensorFlow gives as `replica_id_in_sync_group`."""
+    """Returns True for the tensor that TensorFlow returns as `replica_id_in_sync_group`."""
     return tensor.op.type == "Const" and "replica_id_in_sync_group" in tensor.op.name.rpartition("/")[2]
 
 
 def _depends_on(value: Value, prefix: str) -> bool:
-    """Returns True if numbers in a value, or its scale, are of rows whose symbol begins so."""
+    """Returns True if numbers in a value, or its scale, have a symbol with this prefix."""
     names = {name for name, _ in value.scale}
     if value.const is not None:
         names.update(name for size in np.ravel(value.const) for name in dims.symbols(size))
@@ -858,7 +864,7 @@ def _depends_on(value: Value, prefix: str) -> bool:
 
 
 def needed_for(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
-    """Returns the names of operations of a kind, and of all that they are computed from."""
+    """Returns the names of operations of a kind, and of all operations they are computed from."""
     todo = [op for op in graph.get_operations() if is_end(op)]
     found = {op.name for op in todo}
     while todo:
@@ -884,7 +890,7 @@ def _is_exchanged(dtype: Any) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
-# Of a step, or a layer, that exchanges what replicas hold by itself.
+# Operations of a step, or a layer, that exchanges tensors of replicas by itself.
 _COLLECTIVES = tuple(
     f"Tfring{kind}"
     for kind in ("AllReduce", "Reduce", "AllGatherRows", "AllReduceRows", "ReduceScatter", "Exchange", "Broadcast")
@@ -897,11 +903,11 @@ def rows_in_any(size: Size, rows: set[str]) -> bool:
 
 
 def _may_write(op: Any, ins: Sequence[Value]) -> bool:
-    """Returns True if an operation, or a body of it, may change what variables hold, or has an effect by itself."""
+    """Returns True if an operation, or its body, may change the content of variables, or has an effect."""
     return not op.outputs or op.type in _WITH_BODIES or any(value.handle is not None for value in ins)
 
 
-# Of these and of an IdentityN, one input does not go into all outputs.
+# Operations with bodies, and IdentityN: not every input affects all outputs.
 _WITH_BODIES = (
     "PartitionedCall",
     "StatefulPartitionedCall",
@@ -916,7 +922,7 @@ _WITH_BODIES = (
 
 
 def _fits(value: Value, scale: Any, what: str) -> bool:
-    """Returns True if a value is what is expected."""
+    """Returns True if a value meets an expectation."""
     if what == "ids of gradients":
         return not is_partial(value)
     if what in ("rows", "concatenated", "gradients of rows", "rows of gradients"):
@@ -924,7 +930,7 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
             return scale == UNSCALED and what == "rows of gradients"
         if is_partial(value):
             return value.placement == Partial() and scale == PER_MEAN and what == "rows of gradients"
-        if what in ("rows", "concatenated"):  # in the order of rows, so not in blocks
+        if what in ("rows", "concatenated"):  # in the order of rows, so without blocks
             return value.placement == Shard(0) and scale == UNSCALED
         return isinstance(value.placement, Shard) and value.placement.axis == 0 and scale == PER_MEAN
     if what == "same":
@@ -936,14 +942,14 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
 
 
 def _are_rows_of(ids: Value, values: Value) -> bool:
-    """Returns True if a replica has the ids of the rows of gradients that it has: of its own, or of all."""
+    """Returns True if a replica has the ids of its rows of gradients: of its own rows, or of all rows."""
     if values.is_zero or isinstance(values.placement, Unplaced):
         return True
     return ids.placement == values.placement if is_sharded(ids) else not is_sharded(values)
 
 
 def root(op: Any) -> Any:
-    """Returns the operation whose result reaches another through views: the one to tell a user of."""
+    """Returns the operation whose result reaches another through views: the one to report to a user."""
     passes = ("Identity", "Cast", "Reshape", "StopGradient", "SelectV2", "Squeeze", "IdentityN")
     while op.type in passes and len(op.inputs):
         op = op.inputs[1 if op.type == "SelectV2" else 0].op
@@ -963,7 +969,7 @@ def _passed_on(tensor: Any) -> Any:
 
 
 def in_order(graph: Any) -> Iterable[Any]:
-    """Returns operations as they were made, but inputs first: gradients of loops add inputs to loops made before."""
+    """Returns operations in creation order, but inputs first: gradients of loops add inputs to earlier loops."""
     done: set[str] = set()
     ordered = []
     for last in graph.get_operations():

@@ -13,11 +13,11 @@ from tfring.partition.dims import Dim, Size
 from tfring.partition.slices import parse, sizes
 from tfring.partition.types import Value
 
-_LARGEST = 64  # numbers in a tensor that is looked at
+_LARGEST = 64  # elements of a tensor that is evaluated
 
 
 def _by(divide: Callable[[Size, Size], Size]) -> Callable[[Size, Size], Size]:
-    """Returns a division that gives nothing where the divisor may be zero."""
+    """Returns a division that returns None if the divisor may be zero."""
     return lambda a, b: None if dims.may_be_zero(b) else divide(a, b)
 
 
@@ -37,7 +37,7 @@ _FOLDED: dict[str, Callable] = {"Prod": dims.product, "Sum": dims.total}
 
 
 def of_shape(op: Any, ins: Sequence[Value]) -> list[Any] | None:
-    """Returns what an operation tells of its inputs' shapes, an array for each output; None if it tells nothing."""
+    """Returns an array for each output of Shape, ShapeN, Size or Rank; None for other operations or unknown shapes."""
     if op.type not in ("Shape", "ShapeN", "Size", "Rank") or any(value.shape is None for value in ins):
         return None
     if op.type == "Rank":
@@ -49,7 +49,7 @@ def of_shape(op: Any, ins: Sequence[Value]) -> list[Any] | None:
 
 
 def of_itself(op: Any) -> list[Any] | None:
-    """Returns what a comparison of a number with itself gives, which `tf.recompute_grad` makes; else None."""
+    """Returns the result of comparing a number with itself, as `tf.recompute_grad` does; otherwise None."""
     if op.type not in ("Equal", "NotEqual") or op.inputs[0] is not op.inputs[1] or op.inputs[0].dtype.is_floating:
         return None
     shape = op.outputs[0].shape
@@ -59,7 +59,7 @@ def of_itself(op: Any) -> list[Any] | None:
 
 
 def of_constant(op: Any) -> Any:
-    """Returns the numbers of a Const, if they are few integers; else None."""
+    """Returns the numbers of a Const if they are few integers; otherwise None."""
     tensor = op.outputs[0]
     count = tensor.shape.num_elements()
     if not (tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_floating) or count > _LARGEST:
@@ -73,11 +73,11 @@ def of_constant(op: Any) -> Any:
 
 
 def of_operation(op: Any, ins: Sequence[Value], rows: set[str]) -> list[Any] | None:
-    """Returns the integers an operation computes from known ones, an array for each output; None if not known.
+    """Returns the integers that an operation computes from known ones, an array for each output; None if not known.
 
     Args:
       op: The operation.
-      ins: Its inputs.
+      ins: The inputs.
       rows: The symbols of rows. Floats are computed only from numbers of rows.
     """
     if not ins or not op.outputs or any(value.const is None for value in ins):
@@ -99,7 +99,7 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
         return [_elementwise(_BINARY[op.type], *given)]
     match op.type:
         case "Cast" if op.outputs[0].dtype.size < 4 and not set(given[0].ravel().tolist()) <= {0, 1}:
-            return None  # whether there is any, or a number that wraps or is rounded
+            return None  # a test for nonzero, or a number that wraps or is rounded
         case "Identity" | "StopGradient" | "EnsureShape" | "Cast" | "PreventGradient":
             return [given[0]]
         case "Neg":
@@ -152,7 +152,7 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
 
 
 def _compared(comparison: str, a: Size, b: Size) -> Size:
-    """Returns 0 or 1 for a comparison; None where it depends on what symbols stand for."""
+    """Returns 0 or 1 for a comparison; None if it depends on the values of symbols."""
     if a != b and (dims.may_be_zero(a) or dims.may_be_zero(b)):
         return None
     largest, smallest = dims.maximum(a, b), dims.minimum(a, b)
@@ -185,7 +185,7 @@ def _reduction_axes(a: Any, b: Any) -> list[Any] | None:
     rank = max(len(a), len(b))
     padded = [[1] * (rank - len(shape)) + list(shape) for shape in (a, b)]
     if any(one != other and 1 not in (one, other) for one, other in zip(*padded, strict=True)):
-        return None  # of all rows, and of a replica's
+        return None  # sizes of all rows and of a replica's rows
     return [array([i for i in range(rank) if padded[j][i] == 1]) for j in (0, 1)]
 
 

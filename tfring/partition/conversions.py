@@ -1,13 +1,13 @@
-"""Conversions of an operation's inputs, so that it gives what one process computes.
+"""Conversions of an operation's inputs, so that its results are those of one process.
 
 | conversion | a replica gets | from | costs |
 |---|---|---|---|
-| Unscaled | the rows, or its part, of scale 1 | rows, a part | a product |
+| Unscaled | its rows or its part, with scale 1 | rows, a part | a product |
 | Counted | a part; zeros without rows of the batch | a part; a number of rows | nothing |
-| First | a part: the tensor on the first replica, zeros on others | the same on all; any | nothing; as of Full |
+| First | a part: the tensor on the first replica, zeros on others | the same on all; any | nothing; the cost of Full |
 | FirstRows | the tensor on the first replica, none of its rows on others | the same on all replicas | nothing |
-| Offset | numbers of rows of the whole batch | numbers of its own rows | a sum |
-| Numbers | sizes of which the whole batch's are wanted | sizes | nothing |
+| Offset | numbers of rows in the whole batch | numbers of its own rows | a sum |
+| Numbers | sizes of the whole batch, or its own | sizes | nothing |
 | Own(axis) | its rows | the same on all replicas; a part | a slice; an all_reduce before |
 | Full | the tensor of one process | rows; a part; a scaled tensor | an all_gather; an all_reduce |
 """
@@ -41,10 +41,10 @@ from tfring.partition.types import (
 
 @dataclasses.dataclass(frozen=True)
 class Unscaled:
-    """Rows or a part, times shares of rows.
+    """Rows or a part, multiplied by shares of rows.
 
     Attributes:
-      scale: What the result still has.
+      scale: The scale of the result.
     """
 
     scale: Scale = UNSCALED
@@ -52,15 +52,15 @@ class Unscaled:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A part of the batch, of a replica without rows zeros: beside what replicas hold in parts."""
+    """A part of the batch, with zeros on a replica without rows, to combine with values held in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class First:
-    """On the first replica the tensor of one process, on others zeros, so that the sum is the tensor.
+    """The tensor of one process on the first replica, zeros on the others, so that the sum is the tensor.
 
     Attributes:
-      is_held: Whether it stands beside what replicas hold in parts.
+      is_held: Whether it is combined with values that replicas hold in parts.
     """
 
     is_held: bool = False
@@ -68,7 +68,7 @@ class First:
 
 @dataclasses.dataclass(frozen=True)
 class FirstRows:
-    """On the first replica the tensor that all hold, on others none of its rows; concatenated they are the tensor."""
+    """The tensor that all hold on the first replica, none of its rows on the others, so that they concatenate to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Numbers:
     """Sizes.
 
     Attributes:
-      own: The positions of those that are this replica's; others are of the whole batch.
+      own: The positions of the sizes that are this replica's; the others are those of the whole batch.
     """
 
     own: tuple[int, ...]
@@ -92,7 +92,7 @@ class Own:
     """This replica's rows.
 
     Attributes:
-      axis: Along which.
+      axis: The axis of the rows.
     """
 
     axis: int
@@ -109,7 +109,7 @@ _FULL = Full()
 
 
 def needs_collective(value: Value, conversion: Conversion) -> bool:
-    """Returns True if replicas exchange something where a value is converted."""
+    """Returns True if the conversion of a value needs an exchange between replicas."""
     if isinstance(conversion, Full):
         return value.const is None
     is_there = _is_whole(value) or (isinstance(conversion, Own) and is_drawn(value))
@@ -117,12 +117,12 @@ def needs_collective(value: Value, conversion: Conversion) -> bool:
 
 
 def waits(value: Value, conversion: Conversion) -> bool:
-    """Returns True if a conversion waits for others: for what they hold, or how many rows a mask keeps of theirs."""
+    """Returns True if a conversion waits for other replicas: for their values, or their rows that a mask keeps."""
     return needs_collective(value, conversion) or any(name != ROWS for name in symbols_of(value, conversion))
 
 
 def symbols_of(value: Value, conversion: Conversion) -> list[str]:
-    """Returns the symbols whose numbers a conversion needs."""
+    """Returns the symbols that a conversion needs the values of."""
     found = [name for name, _ in value.scale]
     if isinstance(conversion, Unscaled):
         found += [name for name, _ in conversion.scale]
@@ -141,7 +141,7 @@ def _is_whole(value: Value) -> bool:
 
 
 def converted(value: Value, conversion: Conversion) -> Value:
-    """Returns what a value is after a conversion."""
+    """Returns a value after a conversion."""
     match conversion:
         case Unscaled(scale):
             return dataclasses.replace(value, scale=scale)
@@ -163,16 +163,16 @@ def converted(value: Value, conversion: Conversion) -> Value:
 
 
 def can_convert(value: Value) -> bool:
-    """Returns True if a value is a tensor, or a list of tensors, of which it is known what replicas hold."""
+    """Returns True if a value is a tensor, or a list of tensors, with a known placement."""
     is_tensor = value.handle is None and (not value.is_list or (value.shape is not None and value.const is None))
     return is_tensor and not value.is_empty and not isinstance(value.placement, Unplaced)
 
 
 def _is_possible(value: Value, conversion: Conversion) -> bool:
-    """Returns True if there is a way from a value to what a conversion makes of it."""
+    """Returns True if a conversion of a value is possible."""
     if value.is_held is not False:
         return value.is_held is True and value.placement == Partial() and value.scale == UNSCALED
-    if is_replicated(value):  # there may be no replica with some of the rows that each of two masks keeps
+    if is_replicated(value):  # possibly no replica has rows that each of two masks keeps
         return value.const is not None or sum(name != ROWS for name, _ in value.scale) < 2
     if not is_sharded(value):
         return True
@@ -183,11 +183,11 @@ def _is_possible(value: Value, conversion: Conversion) -> bool:
 
 
 def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
-    """Yields conversions of the inputs of an operation, by position: those that cost less first.
+    """Yields conversions of the inputs of an operation, by position, cheaper ones first.
 
     Args:
       ins: The inputs.
-      terms: The positions of those in which the operation is linear together, as a sum is.
+      terms: The positions of the inputs in which the operation is jointly linear, as a sum is.
       rows: The symbols of rows.
     """
     seen: set = set()
@@ -219,11 +219,11 @@ def _candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) ->
     if parts and not sharded:
         yield {**local, **{i: First() for i in held}}
     if any(values[i].is_held for i in parts) and not sharded:
-        # What replicas hold in parts stays so; what is added is added once.
+        # Values that replicas hold in parts stay in parts; other terms are added once.
         added = [(i, value) for i, value in given if i in terms and not value.is_held and not value.is_zero]
         yield {i: added_to_held(value, rows) for i, value in added}
     full_parts = {**normal, **dict.fromkeys(parts, _FULL)}
-    if not sharded and len({values[i].shape for i in parts}) == 1:  # as many bytes; what is computed from it is full
+    if not sharded and len({values[i].shape for i in parts}) == 1:  # as many bytes, and results are full
         yield full_parts
     for i in reversed(parts):
         yield {i: _FULL}
@@ -241,7 +241,7 @@ def _candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) ->
 
 
 def added_to_held(value: Value, rows: set[str]) -> Conversion:
-    """Returns the conversion of a part, or of what all replicas hold, that is added to what they hold in parts."""
+    """Returns the conversion of a part, or of a replicated value, that is added to a value held in parts."""
     if value.placement == Partial():
         return Counted()
     scale = value.over(rows)
@@ -250,7 +250,7 @@ def added_to_held(value: Value, rows: set[str]) -> Conversion:
 
 
 def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
-    """Yields which inputs that have all rows are cut to this replica's, beside those that have its rows."""
+    """Yields the inputs with all rows to slice to this replica's rows, next to inputs that have only its rows."""
     values = dict(given)
     symbols = set()
     for i in sharded:
@@ -258,7 +258,7 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
         assert isinstance(value.placement, Shard)
         if value.shape is not None:
             symbols.add(rows_in(value.shape[value.placement.axis], rows))
-    for wanted in (symbols - {None}, rows):  # the same rows, or those that a mask keeps, one after another
+    for wanted in (symbols - {None}, rows):  # the same rows, then any rows, such as those that a mask keeps
         found: dict[int, list[int]] = {}
         for i, value in given:
             if i in sharded or value.shape is None or value.const is not None:
@@ -275,20 +275,20 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
                     yield {i: Own(axis)}
 
 
-# -- what a step takes a tensor for ------------------------------------------------------------------------------------
+# -- expectations of a step --------------------------------------------------------------------------------------------
 
 
 def towards(
     value: Value, what: str, rows: set[str], is_integer: bool, like: Value | None = None
 ) -> list[Conversion] | None:
-    """Returns the conversions after which a value is what a mark expects; None where there are none.
+    """Returns the conversions after which a value meets the expectation of a mark; None if there are none.
 
     Args:
-      value: A value, which does not fit.
+      value: A value that does not meet it.
       what: One of `marks.EXPECTATIONS`.
       rows: The symbols of rows.
-      is_integer: Whether it is of integers, which shares of rows would round.
-      like: The values that ids are those of, where they are known.
+      is_integer: Whether the tensor has integers, which shares of rows would round.
+      like: For ids, the values of their rows, if known.
     """
     if not can_convert(value):
         return None
@@ -297,7 +297,7 @@ def towards(
 
 
 def _towards_ids(value: Value, has_rows: bool, values: Value | None) -> list[Conversion] | None:
-    """Returns the conversions after which a replica has the ids of the rows of gradients that it has."""
+    """Returns the conversions after which a replica has the ids of its rows of gradients."""
     if value.points_into is not None and (values is None or value.placement == values.placement):
         return [Offset()]
     if values is None:

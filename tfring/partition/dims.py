@@ -1,6 +1,6 @@
 """Sizes in terms of numbers that are known when a step runs: integers, or one monomial such as `2*n*t`.
 
-A size is an `int`, a `Dim`, or None where it is neither. Every function returns None where the result is no monomial.
+A size is an `int`, a `Dim`, or None if it is neither. Every function returns None if the result is not a monomial.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROWS = "n"  # the symbol of the rows of a batch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dim:
-    """A monomial: a coefficient times symbols to powers.
+    """A monomial: a coefficient times powers of symbols.
 
     Attributes:
       coefficient: An integer.
@@ -32,7 +32,7 @@ Size = int | Dim | None
 
 
 def symbol(name: str) -> Dim:
-    """Returns the size that is named `name`."""
+    """Returns the size with the name `name`."""
     return Dim(1, ((name, 1),))
 
 
@@ -48,7 +48,7 @@ def _made(coefficient: int, powers: dict[str, int]) -> int | Dim:
 
 
 def multiply(a: Size, b: Size) -> Size:
-    """Returns `a * b`; 0 also where the other is not known."""
+    """Returns `a * b`; 0 if one is 0, even if the other is not known."""
     if a is None or b is None:
         return 0 if 0 in (a, b) else None
     (c, powers), (d, others) = _parts(a), _parts(b)
@@ -58,7 +58,7 @@ def multiply(a: Size, b: Size) -> Size:
 
 
 def divide(a: Size, b: Size) -> Size:
-    """Returns `a / b` where that is a size without remainder."""
+    """Returns `a / b` if there is no remainder; otherwise None."""
     if a is None or b is None:
         return None
     (c, powers), (d, others) = _parts(a), _parts(b)
@@ -99,12 +99,12 @@ def modulo(a: Size, b: Size) -> Size:
 
 
 def maximum(a: Size, b: Size) -> Size:
-    """Returns the larger; a batch has one row or more, other symbols are 0 or more."""
+    """Returns the larger size. A batch has at least one row; other symbols are at least 0."""
     return _chosen(a, b, largest=True)
 
 
 def minimum(a: Size, b: Size) -> Size:
-    """Returns the smaller; symbols are as large as in `maximum`."""
+    """Returns the smaller size. Symbols have the bounds of `maximum`."""
     return _chosen(a, b, largest=False)
 
 
@@ -147,10 +147,10 @@ def symbols(size: Size) -> dict[str, int]:
 
 
 def is_of_rows(size: Size) -> bool:
-    """Returns True if a size depends on the rows of a batch, or on those that a mask keeps."""
+    """Returns True if a size depends on the rows of a batch, or on the rows that a mask keeps."""
     return any(name == ROWS or name.startswith("rows:") for name in symbols(size))
 
 
 def may_be_zero(size: Size) -> bool:
-    """Returns True if a size depends on another symbol than the rows of a batch, such as those that a mask keeps."""
+    """Returns True if a size depends on a symbol other than the rows of a batch, such as rows that a mask keeps."""
     return any(name != ROWS for name in symbols(size))

@@ -1,7 +1,7 @@
-"""Changes the graph of a step so that replicas together compute what one process would.
+"""Edits the graph of a step so that replicas together compute the results of one process.
 
-Conversions that need other replicas are made in rounds: those of one round wait for the same exchanges, and travel in
-one collective for each dtype. All replicas trace the same step, so they make the same calls in the same order.
+Conversions that need other replicas are made in rounds: those of one round wait for the same exchanges, and use one
+collective for each dtype. All replicas trace the same step, so they make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tfring.partition.types import (
 
 
 class Exchange(Protocol):
-    """Exchanges tensors between processes, which have reduced or concatenated those of their replicas.
+    """Exchanges tensors between processes, which have reduced or concatenated the tensors of their replicas.
 
     Attributes:
-      rows: int64 `[replicas]`, the rows of the batch that each has.
-      replica: The position of this process's first; the others follow.
+      rows: Number of rows of the batch on each replica, an int64 tensor of shape `[replicas]`.
+      replica: The position of this process's first replica; its other replicas follow.
     """
 
     rows: tf.Tensor
@@ -62,11 +62,11 @@ class Exchange(Protocol):
         """Concatenates each tensor over processes along the first axis."""
 
     def others(self) -> list[tf.Operation]:
-        """Returns operations of the graph that processes run in one order with these exchanges, first ones first."""
+        """Returns operations of the graph, in order, that processes run in one order with these exchanges."""
 
 
 class Counts(NamedTuple):
-    """Numbers of rows, int64 scalars: on this replica, on all, on those before this one."""
+    """Numbers of rows, int64 scalars: on this replica, on all replicas, and on those before this one."""
 
     own: tf.Tensor
     total: tf.Tensor
@@ -74,14 +74,14 @@ class Counts(NamedTuple):
 
 
 def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
-    """Converts inputs of operations of the graph that is being built.
+    """Converts inputs of operations in the graph that is being built.
 
-    TensorFlow keeps what is marked as stateful in the order in which it was built; these exchanges are built last,
-    and come before what was built from their results. They stand where their round is, by control edges.
+    TensorFlow keeps stateful operations in the order in which they were built. These exchanges are built last, but must
+    come before operations that use their results, so control dependencies put them at the position of their round.
 
     Args:
-      analysis: Of the graph.
-      exchange: Between replicas.
+      analysis: Analysis of the graph.
+      exchange: Exchange between replicas.
 
     Returns:
       Operations after which all exchanges have been made.
@@ -102,7 +102,7 @@ def _level(edits: Sequence[Edit]) -> int:
 
 
 class _Editor:
-    """Converts what all replicas of this process have, in rounds."""
+    """Converts the tensors of all replicas of this process, in rounds."""
 
     def __init__(self, analysis: Analysis, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -113,7 +113,7 @@ class _Editor:
         self.last: list[tf.Operation] = []
 
     def round(self, conversions: Sequence[Sequence[Edit]], before: Sequence[tf.Operation]) -> None:
-        """Makes conversions that wait for the same exchanges, and for the last of the operations before."""
+        """Makes conversions that wait for the same exchanges, and for the last operation of `before`."""
         self._before = list(before[-1:])
         self._count_rows([edits[0] for edits in conversions])
         self._reduce(conversions)
@@ -138,7 +138,7 @@ class _Editor:
                 replica.counts[name] = Counts(sizes[i], tf.reduce_sum(every[:, i]), before)
 
     def _needing(self, conversions: Sequence[Sequence[Edit]], are_rows: bool) -> list[Sequence[Edit]]:
-        """Returns one of the conversions of each tensor that other replicas have a part, or rows, of."""
+        """Returns one conversion of each tensor for which other replicas have a part, or rows."""
         found: dict[str, Sequence[Edit]] = {}
         for edits in conversions:
             edit = edits[0]
@@ -186,7 +186,7 @@ class _Editor:
                 replica.note_full(tensor, replica.rows_back(tf.cast(all_rows, tensor.dtype), tensor, edit.value))
 
     def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
-        """Returns the results of an exchange, which comes after those before it."""
+        """Returns the results of an exchange, which runs after the previous ones."""
         self._rounds += 1
         with tf.control_dependencies([*self._before, *self.last]):
             results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")
@@ -199,18 +199,18 @@ _NAMED = 3
 
 
 def _operations(conversions: Sequence[Sequence[Edit]]) -> str:
-    """Returns for which operations replicas exchange tensors, for `tfring report` and for errors."""
+    """Returns the operations for which replicas exchange tensors, for `tfring report` and errors."""
     types = list(dict.fromkeys("a result" if marks.expected(e.op) else e.op.type for e, *_ in conversions))
     return ", ".join(types[:_NAMED]) + (f" and {len(types) - _NAMED} more" if len(types) > _NAMED else "")
 
 
 class _Replica:
-    """Converts what one replica of this process has.
+    """Converts the tensors of one replica of this process.
 
     Args:
       sources: See `Analysis`.
       rows: See `Exchange`.
-      position: The replica's, in all of them.
+      position: Position of the replica among all replicas.
     """
 
     def __init__(self, sources: dict[str, Source], rows: tf.Tensor, position: int) -> None:
@@ -221,7 +221,7 @@ class _Replica:
         self._made: dict[tuple[str, Any], tf.Tensor] = {}  # by tensor and conversion
 
     def input(self, edit: Edit) -> tf.Tensor:
-        """Returns the tensor that is converted; of a list that of its stacked items."""
+        """Returns the tensor to convert; for a list, its stacked items."""
         tensor = edit.op.inputs[edit.position]
         if not edit.value.is_list:
             return tensor
@@ -235,20 +235,20 @@ class _Replica:
         return self._made[key]
 
     def has_full(self, tensor: tf.Tensor) -> bool:
-        """Returns True if a tensor is known in full."""
+        """Returns True if the full tensor is available."""
         return (tensor.name, "full") in self._made
 
     def note_full(self, tensor: tf.Tensor, full: tf.Tensor) -> None:
-        """Notes what a tensor is in full."""
+        """Stores the full tensor."""
         self._made[tensor.name, "full"] = full
 
     def convert(self, edit: Edit) -> None:
-        """Gives an operation the converted input."""
+        """Replaces an input of an operation by the converted one."""
         tensor = self.input(edit)
         key = tensor.name, _key(edit.value, edit.conversion)
         if key not in self._made:
             made = self._converted(tensor, edit.value, edit.conversion)
-            made.set_shape(tensor.shape)  # of rows the size is open
+            made.set_shape(tensor.shape)  # the number of rows is open
             if edit.value.is_list:
                 made = tf.raw_ops.TensorListFromTensor(tensor=made, element_shape=_sizes(made.shape[1:]))
             self._made[key] = made
@@ -257,18 +257,18 @@ class _Replica:
     # -- numbers of rows -------------------------------------------------------------------------------------------
 
     def size(self, name: str) -> tf.Tensor:
-        """Returns the size that a symbol is of, int64, of this replica's tensor."""
+        """Returns the value of a symbol for this replica's tensor, int64."""
         tensor, axis, _ = self.sources[name]
         return tf.shape(tensor, tf.int64)[axis]
 
     def _number(self, size: Size, is_own: bool) -> tf.Tensor:
-        """Returns a size, int64, of this replica's tensor or of that of the whole batch."""
+        """Returns a size of this replica's tensor or of the tensor of the whole batch, int64."""
         assert size is not None
         if isinstance(size, int):
             return tf.constant(size, tf.int64)
         number = tf.constant(size.coefficient, tf.int64)
         for name, power in size.powers:
-            # This replica's, where it has no rows, is that of the one it computes on.
+            # A replica without rows computes on a padding row, and uses its size.
             factor = self.counts[name].total if name in self.counts and not is_own else self.size(name)
             for _ in range(power):
                 number *= factor
@@ -278,7 +278,7 @@ class _Replica:
         """Returns the product of powers of the shares of rows, float64; None for 1."""
         factor = None
         for name, power in scale:
-            # Where a mask keeps no row of the batch, a replica computes what one process does of none.
+            # If a mask keeps no row of the batch, a replica computes the result of one process for no rows.
             share = tf.where(self.counts[name].total > 0, self._share(name), 1.0)
             if power < 0:
                 share = tf.math.reciprocal_no_nan(share)
@@ -287,20 +287,20 @@ class _Replica:
         return factor
 
     def _share(self, name: str) -> tf.Tensor:
-        """Returns this replica's share of rows, float64; 0 where there are none."""
+        """Returns this replica's share of rows, float64; 0 if there are none."""
         counts = self.counts[name]
         return tf.math.divide_no_nan(tf.cast(counts.own, tf.float64), tf.cast(counts.total, tf.float64))
 
     def _scaled(self, tensor: tf.Tensor, scale: Scale) -> tf.Tensor:
         return _times(tensor, self._factor(scale))
 
-    # -- what goes to other replicas -----------------------------------------------------------------------------------
+    # -- tensors for other replicas ------------------------------------------------------------------------------------
 
     def part(self, tensor: tf.Tensor, value: Value, op: str) -> tf.Tensor:
-        """Returns what this replica adds to the reduction: of a replica without rows, nothing."""
+        """Returns the contribution of this replica to a reduction; a replica without rows contributes nothing."""
         if value.is_held:
             return tensor
-        if is_drawn(value):  # the first draws what one process does, also where it has no rows
+        if is_drawn(value):  # the first draws the numbers of one process, even without rows
             return tensor if self.position == 0 else tf.zeros_like(tensor)
         if value.const is not None:  # its own number of rows
             return tf.where(self.active, tensor, tf.zeros_like(tensor))
@@ -319,7 +319,7 @@ class _Replica:
         return tf.where(self.active, tensor, tf.cast(lowest, tensor.dtype))
 
     def _weight(self, scale: Scale) -> tf.Tensor:
-        """Returns how much of what all hold a replica adds, float64: by the rows that its scale is of.
+        """Returns the weight with which a replica adds a replicated value, float64: its share of the rows in the scale.
 
         A replica that has none of the rows that a mask keeps holds no function of their number.
         """
@@ -329,7 +329,7 @@ class _Replica:
         return weight
 
     def rows_first(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
-        """Returns rows along the first axis, those that lie in blocks side by side; none of a replica without."""
+        """Returns rows along the first axis, with rows of blocks adjacent; no rows for a replica without rows."""
         assert isinstance(value.placement, Shard)
         axis, blocks = value.placement
         if value.points_into is not None:
@@ -354,7 +354,7 @@ class _Replica:
     # -- conversions -------------------------------------------------------------------------------------------------
 
     def _is_first(self) -> tf.Tensor:
-        """Returns whether this is the first replica that has rows."""
+        """Returns a tensor: True if this is the first replica that has rows."""
         return self.active & (self.counts[ROWS].before == 0)
 
     def _converted(self, tensor: tf.Tensor, value: Value, conversion: Conversion) -> tf.Tensor:
@@ -377,7 +377,7 @@ class _Replica:
         return tf.identity(self._full(tensor, value))
 
     def _full(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
-        """Returns the tensor of one process: from an exchange that was made, or where all hold it."""
+        """Returns the tensor of one process, from an exchange or because all replicas hold it."""
         if value.const is not None:
             return self._sizes(value, tensor.dtype, ())
         return self._made.get((tensor.name, "full"), tensor)
@@ -405,18 +405,18 @@ class _Replica:
         return tf.slice(tensor, begins, tf.where(is_rows, self.size(rows) * each, sizes))
 
     def _first_row(self, rows: str) -> tf.Tensor:
-        """Returns the number of this replica's first row, int64; without rows, of one that there is."""
+        """Returns the number of this replica's first row, int64; if it has no rows, that of an existing row."""
         counts = self.counts[rows]
         return tf.minimum(counts.before, counts.total - tf.minimum(self.size(rows), counts.total))
 
 
 def _sizes(shape: tf.TensorShape) -> int | list[int]:
-    """Returns the sizes of items of a list, -1 where they are open."""
+    """Returns the sizes of items of a list, -1 for open ones."""
     return -1 if shape.rank is None else [-1 if size is None else size for size in shape]
 
 
 def _times(tensor: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
-    """Returns a product; 0 where the factor is, whatever the tensor."""
+    """Returns a product; 0 if the factor is 0, whatever the tensor."""
     if factor is None:
         return tensor
     if tensor.dtype.is_floating or tensor.dtype.is_complex:
@@ -431,5 +431,5 @@ def _sent_as(dtype: tf.DType) -> tf.DType:
 
 
 def _key(value: Value, conversion: Conversion) -> Any:
-    """Returns what a converted tensor is kept by: what is the same in full has one name."""
+    """Returns the key of a converted tensor. Conversions to the same full tensor have one key."""
     return conversion if not isinstance(conversion, Full) else ("as full", value.const is None)

@@ -1,6 +1,6 @@
-"""Marks tensors of a step with what tfring knows them to be, or takes them for; the analysis reads the marks.
+"""Marks tensors of a step with their known properties or with expectations; the analysis reads the marks.
 
-A mark is an attribute of an Identity, which goes along with the graph where TensorFlow copies it.
+A mark is an attribute of an Identity, which is kept when TensorFlow copies the graph.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ EXPECTATIONS = ("mean", "sum", "added", "same", "concatenated", *_OF_ROWS)
 
 
 def declare(tensor: Any, what: str) -> Any:
-    """Returns a tensor marked for the analysis: what it is.
+    """Returns a tensor that is marked with its known property for the analysis.
 
     Args:
       tensor: A dense tensor.
-      what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
-        same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
-        over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "drawn", what random numbers
-        come from, other on each replica; "own", what tfring computes with from here on, as in `replicas.own`.
+      what: "rows": a replica's rows along the first axis. "gradients of rows": gradients of its own loss, a mean.
+        "full": the same on all replicas. "mean": a replica's part of a mean over rows, weighted by its rows. "share":
+        the number of a replica's rows divided by that of the batch. "parts": a component of ragged or sparse rows.
+        "drawn": a source of random numbers, different on each replica. "own": used by tfring's own operations from here
+        on, as in `replicas.own`.
     """
     assert what in DECLARATIONS, what
     return _marked(tensor, {_DECLARED: what})
 
 
 def declare_looked_up(rows: Any, ids: Any) -> Any:
-    """Returns rows of a table, marked for the analysis: there is one for each id.
+    """Returns rows of a table, marked for the analysis as looked up, one for each id.
 
     Args:
-      rows: `[*ids.shape, ...]`.
+      rows: Tensor of shape `[*ids.shape, ...]`.
       ids: A tensor of the same graph.
     """
     return rows if tf.executing_eagerly() else _marked(rows, {_DECLARED: "looked up", _LIKE: ids.name})
 
 
 def expect_upstream(tensor: Any, what: str, name: str) -> Any:
-    """Returns a tensor whose gradient, as it comes in, is expected to be something; tfring's own backward pass follows.
+    """Returns a tensor with an expectation on its incoming gradient, which tfring's own backward pass then uses.
 
     Args:
       tensor: A dense tensor.
-      what: As of `expect`.
-      name: Of the gradient, for the user.
+      what: See `expect`.
+      name: Name of the gradient, for the user.
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
@@ -56,13 +57,13 @@ def expect_upstream(tensor: Any, what: str, name: str) -> Any:
 
 
 def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
-    """Returns a tensor whose gradient is declared.
+    """Returns a tensor with a declared gradient.
 
-    Around what exchanges rows with other replicas: what becomes of gradients within is not looked at.
+    It is used around operations that exchange rows with other replicas: gradients inside are not analyzed.
 
     Args:
       tensor: A dense tensor.
-      what: As of `declare`.
+      what: See `declare`.
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
@@ -70,16 +71,17 @@ def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
 
 
 def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
-    """Returns a tensor, with a note of what the step takes it for: the analysis looks whether it is, or makes it so.
+    """Returns a tensor that is marked with an expectation, which the analysis verifies or satisfies by conversions.
 
     Args:
       tensor: A dense tensor.
-      what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", whose sum over replicas
-        is, of one without rows as well; "added", which is such parts as a variable holds plus parts of the batch;
-        "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of rows";
-        "rows of gradients", that are added up, and their "ids of gradients".
-      name: Of the tensor, for the user.
-      like: Of what is added to, what the variable holds; of ids, the rows of gradients that they are those of.
+      what: "mean": the mean over replicas, weighted by rows, is the tensor of one process. "sum": the sum over replicas
+        is, including replicas without rows. "added": such parts of a sum that a variable holds, plus parts of the
+        batch. "same": the same on all replicas. "concatenated": the concatenation over replicas is the tensor of one
+        process. "rows". "gradients of rows". "rows of gradients": rows that are added up. "ids of gradients": the ids
+        of such rows.
+      name: Name of the tensor, for the user.
+      like: For "added", the content of the variable; for ids, their rows of gradients.
     """
     assert what in EXPECTATIONS, what
     if tf.executing_eagerly():  # tensors have no names
@@ -89,7 +91,7 @@ def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
 
 
 def expect_gradient(gradient: Any, name: str) -> Any:
-    """Returns a gradient, dense or of rows, with a note that it is to be that of a mean over rows."""
+    """Returns a gradient, dense or of rows, with the expectation that it is the gradient of a mean over rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return expect(gradient, "mean", name)
     values = expect(gradient.values, "rows of gradients", name)
@@ -98,11 +100,10 @@ def expect_gradient(gradient: Any, name: str) -> Any:
 
 
 def declare_batch(element: Any) -> Any:
-    """Returns a batch marked for the analysis: which are a replica's rows.
+    """Returns a batch in which the rows of a replica are marked for the analysis.
 
     Args:
-      element: Any structure; of its dense tensors those whose first dimension is open have rows, and ragged and sparse
-        tensors have.
+      element: Any structure. Dense tensors with an open first dimension have rows, as do ragged and sparse tensors.
     """
 
     def declared(leaf: Any) -> Any:
@@ -118,7 +119,7 @@ def declare_batch(element: Any) -> Any:
 
 
 def _counted(leaf: Any, declared: Any) -> Any:
-    """Returns a declared ragged or sparse tensor whose number of rows is known to be such."""
+    """Returns a declared ragged or sparse tensor with its number of rows declared as well."""
     is_ragged = isinstance(leaf, tf.RaggedTensor)
     num_rows = leaf.nrows() if is_ragged else leaf.dense_shape[0]
     num_rows = tf.shape(declare(tf.zeros([num_rows], tf.uint8), "rows"), num_rows.dtype)[0]
@@ -142,17 +143,17 @@ def _marked(tensor: Any, attributes: dict[str, str]) -> Any:
 
 
 def declared(op: Any) -> str | None:
-    """Returns what an operation declares."""
+    """Returns the declaration of an operation, or None."""
     return _attribute(op, _DECLARED)
 
 
 def like(op: Any) -> str | None:
-    """Returns the name of the ids that what is declared is looked up by, of what is added to, or of the rows of ids."""
+    """Returns the name of the tensor given as `ids` or `like` to a mark, or None."""
     return _attribute(op, _LIKE)
 
 
 def expected(op: Any) -> tuple[str, str] | None:
-    """Returns what an operation expects, and of what."""
+    """Returns the expectation of an operation and the name of its tensor, or None."""
     what = _attribute(op, _EXPECTED)
     return None if what is None else (what, _attribute(op, _NAME) or "")
 
@@ -160,5 +161,5 @@ def expected(op: Any) -> tuple[str, str] | None:
 def _attribute(op: Any, name: str) -> str | None:
     if op.type != "Identity":
         return None
-    attributes = op.node_def.attr  # a message of its own each time
+    attributes = op.node_def.attr  # creates a new message each time
     return attributes[name].s.decode() if name in attributes else None

@@ -1,7 +1,7 @@
-"""Finds which replica of this process made each operation of a graph, and its twins: those that the others made.
+"""Finds the replica of this process that made each operation of a graph, and the twins that other replicas made.
 
 `tf.distribute` traces the replicas of a process in turn into one graph, each in a scope named `replica_1`, `replica_2`
-and so on; the first has none. All run the same program, so the n-th operation of each is the same operation.
+and so on, except the first, which has no scope. All run the same program, so the n-th operations of all are twins.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class DifferentReplicasError(Exception):
 
 @contextlib.contextmanager
 def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
-    """Notes that a replica of this process makes the operations in here.
+    """Opens a context whose operations are recorded as those of one replica of this process.
 
     Args:
-      number: Which, from 0.
-      is_scoped: Whether TensorFlow has not entered the scope of the replica.
+      number: Number of the replica, from 0.
+      is_scoped: Whether to enter the scope of the replica, if TensorFlow has not.
     """
     if tf.executing_eagerly():
         yield
@@ -48,15 +48,16 @@ def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
 
 
 def is_noted() -> bool:
-    """Returns True in a graph, where a replica's operations are noted: marks say what they are given and give."""
+    """Returns True in a graph while a replica's operations are recorded; marks then describe inputs and outputs."""
     return getattr(_local, "replica", None) is not None and not tf.executing_eagerly()
 
 
 @contextlib.contextmanager
 def own() -> Iterator[None]:
-    """Around operations of tfring's own, which exchange what replicas hold: they are not looked into, nor converted.
+    """Opens a context for tfring's own operations, which exchange tensors: they are neither analyzed nor converted.
 
-    What comes in is marked by `expect`, what comes out by `declare`. The variables that are written stay as they were.
+    The caller must mark their inputs by `expect` and their outputs by `declare`. For the analysis, variables that they
+    write keep their values.
     """
     if tf.executing_eagerly():
         yield
@@ -70,7 +71,7 @@ def own() -> Iterator[None]:
 def names_of_own(graph: Any) -> set[str]:
     """Returns the names of the operations of a graph that were made in `own`.
 
-    What replicas merge is made while all of them are in it, and counts as the first's.
+    Operations of a merge of replicas are made while all replicas are in it, and count as the first replica's.
     """
     operations = graph.get_operations()
     return {
@@ -85,21 +86,21 @@ class Twins:
     """The replicas of this process in a graph.
 
     Attributes:
-      count: How many there are; 1 where none is noted.
+      count: Number of replicas; 1 if none is recorded.
 
     Args:
       graph: A FuncGraph.
-      needed: The names of operations of which something comes. The first replica alone makes others, of shapes that
-        TensorFlow computes while it traces and keeps with the graph.
+      needed: Names of operations that have an effect or that a mark depends on. Only the first replica makes other
+        operations, for shapes that TensorFlow computes while tracing and keeps with the graph.
 
     Raises:
-      DifferentReplicasError: Where replicas did not make the same of those.
+      DifferentReplicasError: If replicas did not make the same needed operations.
     """
 
     def __init__(self, graph: Any, needed: Collection[str]) -> None:
         spans = _spans.get(graph, ())
         self.count = 1 + max((number for number, _, _ in spans), default=0)
-        self._names: dict[str, str] = {}  # of operations of other replicas, those of the first's
+        self._names: dict[str, str] = {}  # of operations of other replicas: the names of their twins in the first
         self._replicas: dict[str, int] = {}
         if self.count == 1:
             return
@@ -119,7 +120,7 @@ class Twins:
             self._names.update((op.name, twin.name) for op, twin in zip(ops, first, strict=True))
 
     def _shared(self, operations: Sequence[Any]) -> set[str]:
-        """Returns the names of operations that were made where the first replica needed them, as what is captured."""
+        """Returns the names of operations that the first replica to need them made for all, such as captures."""
         found: set[str] = set()
         for op in reversed(operations):
             replica = self._replicas.get(op.name)
@@ -132,11 +133,11 @@ class Twins:
         return found
 
     def name(self, op: Any) -> str:
-        """Returns the name of the first replica's twin of an operation; of any other operation its own."""
+        """Returns the name of the first replica's twin of an operation; for other operations, their own name."""
         return self._names.get(op.name, op.name)
 
     def replica(self, op: Any) -> int:
-        """Returns the replica that made an operation; the first of what replicas merge."""
+        """Returns the replica that made an operation; the first for operations of a merge of replicas."""
         return self._replicas.get(op.name, 0)
 
 

@@ -1,4 +1,4 @@
-"""Tells a user why the rows of a step cannot be divided, and where."""
+"""Reports to a user why the rows of a step cannot be divided, and at which lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfring.partition.marks import expected
 from tfring.partition.rules import RULES
 from tfring.partition.types import is_drawn, is_sharded
 
-# Why rows are not divided, and what to write instead.
+# The reasons why rows are not divided, and advice.
 REASONS = {
     "rows": ("rows are combined here, or may be, in a way that is not divided among replicas", ""),
     "parts": (
@@ -29,8 +29,8 @@ REASONS = {
 _SHOWN = 6
 _NAMES = 3
 _LIBRARIES = ("tensorflow", "keras", "tfring")
-_BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # of a library: what losses and layers are made of
-_STEP = "replica_fn"  # in which a replica's step is traced
+_BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # folders of a library: parts of losses and layers
+_STEP = "replica_fn"  # the function that traces a replica's step
 
 
 _WHOLE = (
@@ -43,8 +43,8 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
     """Returns the message of a step that each worker computes from the whole batch.
 
     Args:
-      reason: What cannot be divided; a sentence where no operations are known.
-      step: Such as "train_step of Functional 'model'".
+      reason: The findings that cannot be divided, or a sentence if no operations are known.
+      step: Name of the step, such as "train_step of Functional 'model'".
     """
     if isinstance(reason, str):
         return f"{step}: {_WHOLE} {reason}"
@@ -66,11 +66,11 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
 
 
 def text_of_gathered(analysis: Analysis, step: str) -> str | None:
-    """Returns the message of operations that each replica computes from all rows, for they have no rule; or None.
+    """Returns the message of operations that each replica computes from all rows because they have no rule; or None.
 
     Args:
-      analysis: Of a step whose graph is edited.
-      step: As of `text_of_whole`.
+      analysis: Analysis of a step with an edited graph.
+      step: See `text_of_whole`.
     """
     of_all_rows = [edit.op for edit, *_ in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
     gathered = [op for op in of_all_rows if op.type not in RULES]
@@ -85,28 +85,28 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
 
 
 def combined_rows(analysis: Analysis) -> tuple[str, str]:
-    """Returns which operations combine rows of several replicas, and which may, with the user's lines.
+    """Returns the operations that combine rows of several replicas, and those that may, with the user's lines.
 
     Args:
-      analysis: Of what replicas compute of their own rows, which is not edited.
+      analysis: Analysis of a computation of replicas on their own rows, which is not edited.
 
     Returns:
-      Texts, empty where there are none; operations that may have no rule.
+      A tuple of two texts, empty if there are no such operations. Operations that may combine rows have no rule.
     """
     ops = [edit.op for edit, *_ in analysis.edits if not is_drawn(edit.value)]
     marked = needed_for(ops[0].graph, expected) if ops else ()
     combine = [*(finding.op for finding in analysis.findings), *(root(op) for op in ops if op.name in marked)]
     do, may = ({_line(op): op.type for op in combine if (op.type in RULES) is has_rule} for has_rule in (True, False))
-    return "" if may else _listed(do), _listed(may)  # what follows from what may be is not known
+    return "" if may else _listed(do), _listed(may)  # results of operations that may combine rows are not known
 
 
 def _listed(lines: dict[str, str]) -> str:
-    """Returns the first of some lines, each with its operation."""
+    """Returns the first few lines, each with its operation."""
     return ", ".join([f"{line} (`{kind}`)" for line, kind in lines.items()][:_NAMES])
 
 
 def _line(op: Any) -> str:
-    """Returns the user's line in the step that made an operation, else the library's."""
+    """Returns the user's line in the step that made an operation; if there is none, the library's."""
     frames = list(op.traceback or ())
     begin = max((i for i, frame in enumerate(frames) if frame.name == _STEP and _library(frame) == "tfring"), default=0)
     inner = [frame for frame in frames[begin + 1 :] if _library(frame) not in ("tensorflow", "tfring")]
@@ -119,7 +119,7 @@ def _line(op: Any) -> str:
 
 
 def _library(frame: Any) -> str | None:
-    """Returns the library that a frame is of, None for the user's own files."""
+    """Returns the library of a frame, None for the user's own files."""
     for name in _LIBRARIES:
         folder = getattr(sys.modules.get(name), "__file__", None)
         if folder is not None and frame.filename.startswith(f"{pathlib.Path(folder).parent}/"):

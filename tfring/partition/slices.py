@@ -1,4 +1,4 @@
-"""StridedSlice as NumPy would index, and shapes that are broadcast."""
+"""StridedSlice in terms of NumPy indexing, and broadcast shapes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Part(NamedTuple):
     """One dimension of a StridedSlice.
 
     Attributes:
-      kind: "all" of it, "some", "one", or a "new" dimension.
-      begin, end, stride: Of "some"; None where it begins or ends with the dimension.
+      kind: "all", "some" or "one" of its entries, or a "new" dimension.
+      begin, end, stride: Limits of "some". None if it begins or ends with the dimension.
     """
 
     kind: str
@@ -23,14 +23,14 @@ class Part(NamedTuple):
 
 
 class Index(NamedTuple):
-    """A StridedSlice: how NumPy would write it, and its parts in the order of the dimensions of the result."""
+    """A StridedSlice: its NumPy index, and its parts in the order of the dimensions of the result."""
 
     key: tuple
     parts: list[Part]
 
 
 def axes(op: Any, count: int, rank: int) -> list[int | None]:
-    """Returns the axis of a tensor of a rank that each number of a StridedSlice's limits is of; None of no axis."""
+    """Returns the axis for each number of a StridedSlice's limits, given the rank of its tensor; None for no axis."""
     masks = {name: op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis")}
     is_none = [bool((masks["ellipsis"] | masks["new_axis"]) >> i & 1) for i in range(count)]
     found: list[int | None] = []
@@ -42,12 +42,12 @@ def axes(op: Any, count: int, rank: int) -> list[int | None]:
 
 
 def parse(op: Any, limits: Sequence[Any], rank: int) -> Index:
-    """Reads a StridedSlice, or its gradient, of a tensor of a rank.
+    """Parses a StridedSlice or its gradient.
 
     Args:
       op: The operation.
-      limits: Arrays of where it begins and ends, and of its strides.
-      rank: Of the tensor.
+      limits: Arrays of the begins, the ends and the strides.
+      rank: Rank of the tensor.
     """
     begin, end, strides = limits
     masks = {name: op.get_attr(f"{name}_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
@@ -81,7 +81,7 @@ def _numpy(part: Part) -> Any:
 
 
 def sizes(shapes: Iterable[Sequence[Size]]) -> tuple[Size, ...]:
-    """Returns the shape to which all are broadcast; a size of the rows goes before one that is not known."""
+    """Returns the shape to which all shapes are broadcast. Known sizes take precedence over open ones."""
     shapes = list(shapes)
     rank = max(map(len, shapes))
     result: list[Size] = []

@@ -1,16 +1,16 @@
-"""Placements: how a replica's tensor belongs to the tensor that one process computes from the whole batch.
+"""Placements: how a replica's tensor relates to the tensor that one process computes from the whole batch.
 
-The words are those of torch's DTensor. With `t_i` what replica `i` holds and `T` what one process computes:
+The names are those of torch's DTensor. `t_i` is the tensor of replica `i`, and `T` the tensor of one process:
 
 | placement | meaning |
 |---|---|
 | Replicate | `t_i = T` |
 | Shard(axis) | `t_i` is the rows of replica `i` in `T`, along an axis |
-| Partial("sum") | `sum_i t_i = T`; likewise "max", "min" |
-| Drawn | random numbers for all rows, others on each replica |
-| Unplaced | none of these, or nothing is known; it says why |
+| Partial("sum") | `sum_i t_i = T`; analogously "max", "min" |
+| Drawn | random numbers for all rows, different on each replica |
+| Unplaced | none of these, or not known, with a reason |
 
-Each holds up to a factor, the scale: where `n_i` of `n` rows are replica `i`'s, scale `n^k` stands for
+Each holds up to a factor, the scale: if `n_i` of `n` rows belong to replica `i`, scale `n^k` means
 
 ```
 Replicate, Shard:  t_i (n_i / n)^k = T            a mean over a replica's rows is Partial("sum") of scale n^1,
@@ -39,9 +39,9 @@ class Shard(NamedTuple):
     """The rows of a replica.
 
     Attributes:
-      axis: Along which rows lie.
-      blocks: How many blocks of equally many rows lie one after another, as in `concat([fake, real], 0)`; or a tuple
-        of the sizes of unequal ones.
+      axis: The axis of the rows.
+      blocks: Number of consecutive blocks with equal numbers of rows, as in `concat([fake, real], 0)`; or a tuple of
+        the sizes of unequal blocks.
     """
 
     axis: int
@@ -59,17 +59,18 @@ class Partial(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Numbers that each replica has drawn by itself, where one process draws them once for all rows."""
+    """Random numbers that each replica has drawn by itself, and that one process draws once for all rows."""
 
     by: str = "replica"
 
 
 class Unplaced(NamedTuple):
-    """Not, or not known to be, of the whole batch.
+    """A tensor with no known relation to that of the whole batch.
 
     Attributes:
       op: The operation that made it so.
-      reason: One of `report.REASONS`; or "own", which is of tfring's, and declared where a step reads it.
+      reason: A key of `report.REASONS`; or "own" for results of tfring's own operations, which are declared before a
+        step reads them.
     """
 
     op: Any
@@ -91,7 +92,7 @@ def scale(**exponents: int) -> Scale:
 
 
 def times(a: Scale, b: Scale, power: Fraction | int = 1) -> Scale:
-    """Returns the scale of `x * y ** power` for `x` of scale `a` and `y` of scale `b`."""
+    """Returns the scale of `x * y ** power` for `x` with scale `a` and `y` with scale `b`."""
     exponents = dict(a)
     for name, exponent in b:
         exponents[name] = exponents.get(name, Fraction(0)) + exponent * power
@@ -107,24 +108,25 @@ class Value:
     """A tensor of a step.
 
     Attributes:
-      shape: Sizes in the whole batch; None where the rank is not known.
-      placement: What a replica holds.
-      scale: See above.
-      const: The integers in it, an array of sizes, where they are known. Those of rows are this replica's, unless
+      shape: Sizes in the whole batch; None if the rank is not known.
+      placement: Placement of the replica's tensor.
+      scale: Scale of the replica's tensor, see above.
+      const: The integers in it, an array of sizes, if they are known. Numbers of rows are this replica's, unless
         `is_total`.
-      is_total: Whether numbers of rows in `const` are those of the whole batch; None where some are.
-      points_into: How many rows there are of which it holds numbers, counted from this replica's first; "?" where it
-        is not known.
-      is_held: Whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
-        the batch has its part, too; None where it is such a part beside one of the batch, in a body.
-      adds_to: What a variable held when it was read, where it is that, or that plus a part of the batch.
-      none_of: Of a part of a sum, the symbol of rows that a mask keeps, without any of which a replica holds zeros.
+      is_total: Whether numbers of rows in `const` are those of the whole batch; None if some are.
+      points_into: If it holds numbers of rows, counted from this replica's first row: the number of these rows, "?" if
+        it is not known.
+      is_held: Whether a part belongs to a value that replicas hold in parts, such as the state of a metric, of which a
+        replica without rows of the batch has a part as well. None for such a part combined with one of the batch, in a
+        body.
+      adds_to: The content of a variable when it was read, if this is that content, or that plus a part of the batch.
+      none_of: For a part of a sum, the symbol of rows that a mask keeps; a replica without such rows holds zeros.
       is_zero: Whether it is zeros, which fit every scale.
-      is_uniform: Whether all rows are alike, so that they fit any order of rows.
-      handle: Of a resource, which variable it is.
-      is_list: Whether it is a list of tensors; its shape, placement and numbers are those of the stacked items, where
-        numbers are the same in each.
-      is_empty: Of a list, whether nothing was put in.
+      is_uniform: Whether all rows are equal, so that they fit any order of rows.
+      handle: For a resource, a key of its variable.
+      is_list: Whether it is a list of tensors. Its shape, placement and numbers are those of the stacked items; numbers
+        are the same in each item.
+      is_empty: For a list, whether it has no items yet.
     """
 
     shape: tuple[Size, ...] | None
@@ -155,7 +157,7 @@ class Value:
         return len(self.shape)
 
     def over(self, rows: set[str]) -> Scale | None:
-        """Returns the scale, of numbers in `const` that of the rows in them; None where they have several.
+        """Returns the scale; for numbers in `const`, the scale of the rows in them, None if they have several.
 
         Args:
           rows: The symbols of rows.
@@ -181,7 +183,7 @@ def is_partial(value: Value) -> bool:
 
 
 def is_replicated(value: Value) -> bool:
-    """Returns True if all replicas hold a value."""
+    """Returns True if all replicas hold the full value."""
     return isinstance(value.placement, Replicate)
 
 
@@ -198,19 +200,19 @@ def is_drawn(value: Value) -> bool:
 
 
 def kept_rows(scale: Scale) -> set[str]:
-    """Returns the symbols in a scale of rows that masks keep, of which a replica may have none."""
+    """Returns the symbols in a scale of rows that masks keep; a replica may have none of these rows."""
     return {name for name, _ in scale if name != ROWS}
 
 
 def own_rows(value: Value, rows: set[str]) -> str | None:
-    """Returns the symbol of the rows that a replica holds of a value; None where it holds none."""
+    """Returns the symbol of the rows of a value that a replica holds; None if it does not hold rows."""
     if not isinstance(value.placement, Shard) or value.shape is None:
         return None
     return rows_in(value.shape[value.placement.axis], rows)
 
 
 def rows_in(size: Size, rows: set[str]) -> str | None:
-    """Returns the symbol of rows in a size that has one, once."""
+    """Returns the symbol of rows in a size with exactly one such factor; otherwise None."""
     if not isinstance(size, Dim):
         return None
     found = [(name, power) for name, power in size.powers if name in rows]

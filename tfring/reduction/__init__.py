@@ -1,1 +1,1 @@
-"""From gradients to few collectives and back."""
+"""Packs gradients into few collectives, and unpacks the results."""

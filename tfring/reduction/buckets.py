@@ -1,4 +1,4 @@
-"""Plans which gradients share a collective: pure, from sizes and dtypes, before anything is sent."""
+"""Plans which gradients share a collective. Pure: from sizes and dtypes, before anything is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Bucket(NamedTuple):
-    """Gradients of one dtype that travel in one collective."""
+    """Gradients of one dtype that are sent in one collective."""
 
     dtype: str
     indices: tuple[int, ...]
@@ -20,27 +20,27 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Groups gradients by dtype into buckets of about `bucket_bytes`, in the order in which they become ready.
 
-    The backward pass computes the last layer's gradient first, so buckets leave from the end of the list while the
-    rest is still being computed. The one that leaves last has nothing left to hide it: it can be a small one, and those
-    before it grow from it.
+    The backward pass computes the last layer's gradient first, so buckets are sent from the end of the list while the
+    rest is still being computed. No computation is left to hide the bucket that is sent last: it can be small, and the
+    buckets before it grow from its size.
 
     ```
     gradients   0: f32 4   1: f32 4   2: f16 2   3: f32 4        bucket_bytes = 8
     buckets     [3] f32    [2] f16    [1, 0] f32                 (in this order)
     ```
 
-    A gradient belongs to one bucket, so a bucket is closed by the gradient with which it holds `bucket_bytes` or more.
+    A gradient is never split, so a bucket is closed by the gradient with which it holds `bucket_bytes` or more.
 
     Args:
       num_bytes: Size of each gradient in bytes, in the order of the layers.
-      dtypes: dtype name of each gradient.
-      bucket_bytes: How many bytes close a bucket, > 0.
-      last_bytes: How many close the bucket that leaves last (of each dtype), > 0; twice as many close the one
-        before it, and so on up to `bucket_bytes`. Default: `bucket_bytes`.
+      dtypes: Name of the dtype of each gradient.
+      bucket_bytes: Number of bytes that close a bucket, > 0.
+      last_bytes: Number of bytes that close the bucket that is sent last (of each dtype), > 0. Twice this number closes
+        the bucket before it, and so on up to `bucket_bytes`. Defaults to `bucket_bytes`.
 
     Returns:
       The buckets in the order of sending: by when the last of their gradients is computed. Every gradient is in
-      exactly one, and those of a bucket come in the order in which they are computed.
+      exactly one bucket, and the gradients of a bucket are in the order in which they are computed.
 
     >>> plan_buckets([4, 4, 2, 4], ["float32", "float32", "float16", "float32"], 8)
     [Bucket(dtype='float32', indices=(3,), num_bytes=4), Bucket(dtype='float16', indices=(2,), num_bytes=2), \

@@ -1,4 +1,4 @@
-"""Dense gradients: packed into buckets, one collective a bucket."""
+"""Reduces dense gradients: packs them into buckets, with one collective per bucket."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tfring.reduction.buckets import plan_buckets
 from tfring.ring.collectives import Collectives, zeros_unless
 from tfring.sharding import Sharding
 
-BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
-NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # else; benchmarks/training has figures
+BUCKET_BYTES = 32 << 20  # within a host, where sums and copies use processors that would otherwise compute
+NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # between hosts; figures: benchmarks/training
 
 
 class BucketSizes(NamedTuple):
-    """See `plan_buckets`."""
+    """The arguments of `plan_buckets`; see there."""
 
     bucket_bytes: int = BUCKET_BYTES
     last_bytes: int | None = None
@@ -46,11 +46,11 @@ def reduce_dense(
 
     Args:
       collectives: The engine, see `tfring.ring.collectives`.
-      tensors: One worker's tensors; same shapes and dtypes in the same order on every rank.
-      name: What they are, for errors and traces.
-      active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
-      buckets: How large they get.
-      compression: What float32 travels as, see `Communicator.all_reduce`.
+      tensors: The tensors of this worker, with the same shapes and dtypes in the same order on every rank.
+      name: Name of the tensors, for errors and traces.
+      active: A bool scalar. If False, this rank adds zeros, whatever its tensors hold (NaN included). Defaults to None.
+      buckets: The sizes of the buckets.
+      compression: How float32 is sent; see `Communicator.all_reduce`. Defaults to None.
 
     Returns:
       The sums, in the order and with the shapes of `tensors`.
@@ -72,7 +72,7 @@ def reduce_scatter_dense(
     active: tf.Tensor | None = None,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """Sums over all ranks and returns this rank's shards, as `plan_shards` has it; the rest is as of `reduce_dense`."""
+    """Sums over all ranks and returns this rank's shards, see `plan_shards`; otherwise like `reduce_dense`."""
 
     def reduce_scatter(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.reduce_scatter(zeros_unless(active, [lined_up[i] for i in indices]), name=name)
@@ -89,7 +89,7 @@ def all_gather_dense(
     name: str,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """Gathers the full tensors, on every rank, of which this rank has these shards."""
+    """Gathers, on every rank, the full tensors from the shards of all ranks; `shards` are those of this rank."""
 
     def all_gather(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.all_gather([shards[i] for i in indices], name=name)
@@ -105,7 +105,7 @@ def _in_buckets(
     name: str,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """Calls `collective(indices, name, dtype)` on buckets, grouped by `shapes`, alike on all ranks."""
+    """Calls `collective(indices, name, dtype)` on buckets grouped by `shapes`, in the same way on all ranks."""
     # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
     sizes = [tf.TensorShape(shape).num_elements() or 0 for shape in shapes]
     num_bytes = [size * t.dtype.size for size, t in zip(sizes, tensors, strict=True)]

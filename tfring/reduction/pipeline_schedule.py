@@ -1,4 +1,4 @@
-"""Schedules the microbatches of a pipeline's stages: a pure table.
+"""Schedules the microbatches of a pipeline's stages, in a pure table.
 
 ```
 gpipe   stage 1  F0 F1 F2 .. .. .. B0--- B1--- B2---      all forward passes F, then all backward passes B
@@ -9,8 +9,8 @@ gpipe   stage 1  F0 F1 F2 .. .. .. B0--- B1--- B2---      all forward passes F, 
 ```
 
 With S equally long stages and M microbatches both are idle for (S - 1) / (M + S - 1) of the time.
-GPipe (https://arxiv.org/abs/1811.06965) holds the activations of M microbatches on each stage; 1F1B, PipeDream-flush of
-https://arxiv.org/abs/2006.09503, those of S - s at most on stage s, counted from 0.
+GPipe (https://arxiv.org/abs/1811.06965) holds the activations of M microbatches on each stage. 1F1B (PipeDream-flush,
+https://arxiv.org/abs/2006.09503) holds those of at most S - s microbatches on stage s, counted from 0.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Schedule:
     """The tasks of each stage, in order.
 
     Args:
-      num_microbatches: Into how many parts a batch is cut.
-      tasks: Of each stage, its tasks.
+      num_microbatches: Number of parts into which a batch is cut.
+      tasks: The tasks of each stage.
 
     >>> plan_schedule("1f1b", 2, 2).tasks[0][:3]
     (Task(kind='forward', microbatch=0), Task(kind='forward', microbatch=1), Task(kind='backward', microbatch=0))
@@ -55,14 +55,14 @@ class Schedule:
     def played(self, durations: Sequence[tuple[float, float]] | None = None) -> list[dict[Task, float]]:
         """Returns the time at which each stage begins each task.
 
-        A forward pass waits for that of the stage before, a backward pass for that of the stage after.
+        A forward pass waits for that of the previous stage, a backward pass for that of the next stage.
 
         Args:
-          durations: How long forward and backward passes take on each stage. Default: (1, 2) on all, in units of a
-            forward pass.
+          durations: The durations of the forward and the backward pass on each stage. Defaults to (1, 2) on all stages,
+            in units of a forward pass.
 
         Raises:
-          ValueError: For a table that comes to a standstill.
+          ValueError: If the table deadlocks.
 
         >>> plan_schedule("gpipe", 2, 1).played()[1]
         {Task(kind='forward', microbatch=0): 1, Task(kind='backward', microbatch=0): 2}
@@ -93,7 +93,7 @@ class Schedule:
         return [{FORWARD: forward, BACKWARD: backward} for forward, backward in durations]
 
     def _ready(self, begun: Any, lasts: Any, stage: int, task: Task) -> float | None:
-        """Returns the time at which a task's inputs are there; None while they are not."""
+        """Returns the time at which a task's inputs are ready; None while it is not known."""
         waits_for = stage - 1 if task.kind == FORWARD else stage + 1
         if task.kind == BACKWARD and Task(FORWARD, task.microbatch) not in begun[stage]:
             return None
@@ -103,7 +103,7 @@ class Schedule:
         return None if start is None else start + lasts[waits_for][task.kind]
 
     def length(self, durations: Sequence[tuple[float, float]] | None = None) -> float:
-        """From the first pass to the end of the last; `durations` as of `played`.
+        """Returns the time from the first pass to the end of the last; see `played` for `durations`.
 
         >>> plan_schedule("gpipe", 2, 3).length(), plan_schedule("gpipe", 2, 3).length([(1, 2), (2, 4)])
         (12, 21)
@@ -113,7 +113,7 @@ class Schedule:
         return max(start + lasts[s][task.kind] for s, stage in enumerate(begun) for task, start in stage.items())
 
     def bubble(self, durations: Sequence[tuple[float, float]] | None = None) -> float:
-        """The share of the time in which stages are idle; `durations` as of `played`, by default all equally long.
+        """Returns the share of the time in which stages are idle; see `played` for `durations`, by default all equal.
 
         >>> plan_schedule("1f1b", 4, 8).bubble()  # (S - 1) / (M + S - 1)
         0.2727272727272727
@@ -123,7 +123,7 @@ class Schedule:
         return 1 - busy / (self.length(durations) * self.num_stages)
 
     def most_held(self) -> tuple[int, ...]:
-        """Returns the most microbatches of which each stage holds the activations.
+        """Returns the maximum number of microbatches whose activations each stage holds at a time.
 
         >>> plan_schedule("1f1b", 3, 8).most_held(), plan_schedule("gpipe", 3, 8).most_held()
         ((3, 2, 1), (8, 8, 8))
@@ -138,7 +138,7 @@ class Schedule:
         return tuple(most)
 
     def draw(self) -> str:
-        """The table as text, a column a unit of time.
+        """Returns the table as text, with one column per unit of time.
 
         >>> print(plan_schedule("1f1b", 2, 3).draw())
         stage 1  F0 F1 .. .. B0--- F2 B1--- .. B2---
@@ -161,15 +161,15 @@ class Schedule:
 
 
 def plan_schedule(kind: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """The table of one of `SCHEDULES`.
+    """Returns the table of one of `SCHEDULES`.
 
     Args:
       kind: "1f1b" or "gpipe".
-      num_stages: At least 1.
-      num_microbatches: At least 1.
+      num_stages: Number of stages, at least 1.
+      num_microbatches: Number of microbatches, at least 1.
 
     Raises:
-      ConfigurationError: For another schedule, or numbers that are too small.
+      ConfigurationError: If `kind` is another schedule, or a number is too small.
 
     >>> [task.microbatch for task in plan_schedule("gpipe", 2, 2).tasks[1]]
     [0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""Sparse gradients: summed per id over all ranks, so that an id that several looked up reaches the optimizer once.
+"""Sums sparse gradients per id over all ranks: an id that several ranks looked up reaches the optimizer once.
 
 ```
 rank 0   ids 7 3 7      sum     7: a+c                                       7  3  9
@@ -6,16 +6,16 @@ rank 0   ids 7 3 7      sum     7: a+c                                       7  
 rank 1   ids 9 7                9: d   7: e                                each id once
 ```
 
-On the ring, and alone, one native collective does it for all tables of a step (`ring/native/reduce_rows.cc`). On
-TensorFlow's collectives it is TensorFlow's operations, in four steps:
+On the ring, and in a single process, one native collective does this for all tables of a step
+(`ring/native/reduce_rows.cc`). On TensorFlow's collectives, TensorFlow's operations do it in four steps:
 
 1. `sum_duplicates`: fewer rows on the wire.
-2. `pad_rows`: `[capacity, dim]`, the same on every step and rank, so that nothing downstream ever sees a changing
-   shape ("Inconsistent output shapes", tensorflow #34250). Padding carries index -1, and travels too.
+2. `pad_rows`: `[capacity, dim]`, the same in every step and on every rank, so that nothing downstream ever sees a
+   changing shape ("Inconsistent output shapes", tensorflow #34250). Padding has index -1, and is sent too.
 3. all_gather.
 4. `unpad_rows`, then `sum_duplicates` again.
 
-Either way Adam and its kin equal the dense gradient.
+In both cases Adam and related optimizers give the same results as with the dense gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tfring.ring.collectives import Collectives, sum_duplicates
 from tfring.ring.library import row_sums_number
 
 PADDING_INDEX = -1
-SMALL_TABLE_BYTES = 1 << 16  # on any network less than what finding and sending single rows costs
+SMALL_TABLE_BYTES = 1 << 16  # on any network cheaper to send than to find and send single rows
 _INDEX_BYTES = 8
 
 
@@ -39,21 +39,23 @@ class SparseOptions:
     """Options of reducing sparse gradients (`tf.IndexedSlices`, as embeddings produce).
 
     Attributes:
-      batch_size: The most examples a worker sees in a step; the global batch size is always enough. Where it is
-        given a gradient has at most `batch_size * ids_per_example` different ids, else there is an error. The ring
-        sends the rows of the step, each id once. `communication="tensorflow"` pads them to that number, never more
-        than the table has; where it is not given, to the longest gradient of any rank, rounded up to a power of two.
-      ids_per_example: The most lookups one example makes in one table. Default 1.
-      dense: "auto" makes the gradient of a table of at most 64 KiB dense; and, where `batch_size` is given, that of
-        any table for which gathering this number of rows would move more bytes than all-reducing the table. The rows a
-        rank happens to have never decide: they differ from rank to rank. "never" and "always" do what they say, for
-        the gradients that optimizers take; IndexedSlices handed to `tf.distribute` stay what they are. Default "auto".
-      reduction: Which way rows go on the ring: all ranks' to all ranks ("gather"), or to the rank that adds up the rows
-        of an id, and the sums to all ("owner"). "auto" takes what moves fewer bytes by the counts of the step before;
-        see `tfring.Communicator.all_reduce_rows`. The result is the same bits. Default "auto".
+      batch_size: Maximum number of examples of a worker in a step; the global batch size is always enough. If it is
+        given, a gradient with more than `batch_size * ids_per_example` different ids is an error. The ring sends the
+        rows of the step, each id once. `communication="tensorflow"` pads them to that number, but never to more rows
+        than the table has. Without `batch_size`, it pads them to the longest gradient of any rank, rounded up to a
+        power of two. Defaults to None.
+      ids_per_example: Maximum number of lookups of one example in one table. Defaults to 1.
+      dense: Which gradients to make dense. "auto" (default): that of a table of at most 64 KiB and, if `batch_size` is
+        given, that of any table for which gathering this number of rows would move more bytes than all-reducing the
+        table. The rows that a rank has in a step never decide, since they differ from rank to rank. "never": none of
+        the gradients that optimizers apply. "always": all of them. IndexedSlices passed to `tf.distribute` always stay
+        as they are.
+      reduction: How rows are sent on the ring. "gather": those of all ranks to all ranks. "owner": to the rank that
+        sums the rows of an id, and the sums to all ranks. "auto" (default): the one that moves fewer bytes by the
+        counts of the previous step; see `tfring.Communicator.all_reduce_rows`. The results have the same bits.
 
     Raises:
-      ValueError: For sizes that are no whole numbers, 1 or more, another `dense` or `reduction`.
+      ValueError: If a size is not an integer of at least 1, or `dense` or `reduction` is none of the above.
 
     >>> SparseOptions(batch_size=1024, ids_per_example=3).capacity(num_table_rows=50_000)
     3072
@@ -78,7 +80,7 @@ class SparseOptions:
         row_sums_number(self.reduction)
 
     def capacity(self, num_table_rows: int | None) -> int | None:
-        """The most different ids of a gradient, or None where `batch_size` is not given."""
+        """Returns the maximum number of different ids of a gradient, or None if `batch_size` is not given."""
         if self.batch_size is None:
             return None
         rows = self.batch_size * self.ids_per_example
@@ -86,7 +88,7 @@ class SparseOptions:
 
 
 def pad_rows(values: tf.Tensor, indices: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pads rows to `capacity` with zeros under index -1.
+    """Pads rows to `capacity` with zeros at index -1.
 
     >>> values, indices = pad_rows(tf.constant([[1.0, 2.0]]), tf.constant([7]), 3)
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -103,7 +105,7 @@ def pad_rows(values: tf.Tensor, indices: tf.Tensor, capacity: int) -> tuple[tf.T
 
 
 def unpad_rows(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Drops the rows that `pad_rows` added, wherever they stand.
+    """Drops the rows that `pad_rows` added, at any position.
 
     >>> values, indices = unpad_rows(tf.constant([[1.0], [0.0], [2.0]]), tf.constant([7, -1, 3]))
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -114,7 +116,7 @@ def unpad_rows(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 
 def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size: int) -> bool:
-    """Returns True if all-reducing the table moves fewer bytes than gathering `capacity` rows of each rank.
+    """Returns True if all-reducing the table moves no more bytes than gathering `capacity` rows of each rank.
 
     A rank sends `2 (N-1)/N` of the table in an all-reduce, `(N-1) capacity` rows with their ids in an all-gather.
 
@@ -129,7 +131,7 @@ def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size
 def goes_dense(gradient: tf.IndexedSlices, options: SparseOptions, world_size: int) -> bool:
     """Returns True if a sparse gradient is summed as a dense one: the same on every rank, whatever rows a rank has.
 
-    By the table, the options and the number of ranks alone. The number of rows is each rank's own, even where it is
+    Only the table, the options and the number of ranks decide. The number of rows is each rank's own, even if it is
     static: ranks that chose by it would call different collectives.
 
     >>> rows = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([5, 7]), tf.constant([30, 8]))
@@ -163,17 +165,17 @@ def reduce_sparse(
 
     Args:
       collectives: The engine.
-      gradients: One worker's IndexedSlices; ids may repeat, and their number may differ from rank to rank.
-      variable_names: The variable of each gradient, for errors.
+      gradients: The IndexedSlices of this worker. Ids may repeat, and their number may differ from rank to rank.
+      variable_names: The name of the variable of each gradient, for errors.
       options: See `SparseOptions`.
-      name: What they are, for errors and traces.
-      active: bool scalar; where False this rank contributes no row.
+      name: Name of the gradients, for errors and traces.
+      active: A bool scalar. If False, this rank contributes no row. Defaults to None.
 
     Returns:
-      For each gradient IndexedSlices with each id once.
+      A list of IndexedSlices, one for each gradient, with each id once.
 
     Raises:
-      tf.errors.InvalidArgumentError: Where a gradient has more rows than `options` allow.
+      tf.errors.InvalidArgumentError: If a gradient has more rows than `options` allow.
     """
     if not gradients:
         return []
@@ -237,15 +239,15 @@ def _reduce_padded(
 
 
 def _with_tensor_shape(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """With a tensor for a `dense_shape` that is a tuple, as users write it."""
+    """Returns the gradient with a tensor as `dense_shape`, which users may give as a tuple."""
     if gradient.dense_shape is None or tf.is_tensor(gradient.dense_shape):
         return gradient
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(gradient.dense_shape, tf.int64))
 
 
 def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
-    """Rows of the variable and bytes of a row, each None where not static."""
-    shape = gradient.shape  # from dense_shape, where that is a constant
+    """Returns the number of rows of the variable and the bytes of a row, each None if not static."""
+    shape = gradient.shape  # from dense_shape, if that is a constant
     row_elements = gradient.values.shape[1:].num_elements()
     row_bytes = None if row_elements is None else row_elements * gradient.values.dtype.size
     return (shape[0] if shape.rank else None), row_bytes
@@ -254,7 +256,7 @@ def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
 def _agreed_capacities(
     collectives: Collectives, capacities: Sequence[int | None], num_rows: Sequence[tf.Tensor], name: str
 ) -> Sequence[int | tf.Tensor]:
-    """Fills in what no option says."""
+    """Fills in the capacities that no option determines."""
     if None not in capacities:
         return capacities
     [longest] = collectives.all_reduce([tf.stack(num_rows)], "max", name=f"{name}/capacity")

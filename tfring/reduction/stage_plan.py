@@ -1,4 +1,4 @@
-"""With which layers the stages of a pipeline begin: a pure plan from what each layer costs.
+"""Plans with which layers the stages of a pipeline begin. Pure: from the cost of each layer.
 
 ```
 layer     a    b    c │  d    e    f         cut before d each stage takes 7 ms,
@@ -6,8 +6,8 @@ ms        2    3    2 │  4    1    2         before c or e one of them 9 or 11
           ─ stage 1 ──┴─ stage 2 ──
 ```
 
-Two searches, each exact, by dynamic programming over where a stage ends: the first finds how fast the slowest stage can
-be, the second, of all plans about as fast, that of which the fewest bytes cross from stage to stage.
+Makes two searches, each exact, by dynamic programming over the ends of stages. The first finds how fast the slowest
+stage can be. The second finds, among all plans about as fast, the one with the fewest bytes that cross between stages.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LayerCost:
     """The cost of one call of a layer, for a microbatch.
 
     Attributes:
-      name: Of the layer.
-      seconds: Of its forward and backward pass.
-      weight_bytes: Of its weights, their gradients and their slots. Default 0.
-      activation_bytes: What it keeps from a forward pass for the backward pass. Default 0.
-      crossing_bytes: Of the tensors made before it that are used by it or after it: what a stage that begins with it
-        receives. Default 0.
-      may_begin: Whether a stage may begin with it. Default True.
+      name: Name of the layer.
+      seconds: Seconds of its forward and backward pass.
+      weight_bytes: Bytes of its weights, their gradients and their slots. Defaults to 0.
+      activation_bytes: Bytes that it keeps from a forward pass for the backward pass. Defaults to 0.
+      crossing_bytes: Bytes of the tensors that are made before the layer and used by it or after it, which a stage that
+        begins with it receives. Defaults to 0.
+      may_begin: Whether a stage may begin with it. Defaults to True.
     """
 
     name: str
@@ -49,11 +49,11 @@ class PlannedStage:
     """One stage of a plan.
 
     Attributes:
-      layers: Their names, in order.
-      forward_seconds: Of a microbatch.
-      backward_seconds: Of a microbatch, with the forward pass where it is computed again.
-      bytes_a_worker: Of its weights, gradients, slots, and what it keeps of microbatches at most.
-      crossing_bytes: Of what comes into it of a microbatch; as many go back in the backward pass.
+      layers: The names of its layers, in order.
+      forward_seconds: Seconds of the forward pass of a microbatch.
+      backward_seconds: Seconds of the backward pass of a microbatch, with the forward pass if it is computed again.
+      bytes_a_worker: Bytes of its weights, gradients and slots, and the most that it keeps of microbatches.
+      crossing_bytes: Bytes that it receives per microbatch. The same number goes back in the backward pass.
     """
 
     layers: tuple[str, ...]
@@ -73,8 +73,8 @@ class StagePlan:
     """The stages of a pipeline; `str(plan)` is a table of them.
 
     Attributes:
-      stages: In order.
-      schedule: In which order they compute microbatches.
+      stages: The stages, in order.
+      schedule: The order in which they compute microbatches.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -82,7 +82,7 @@ class StagePlan:
 
     @property
     def begins(self) -> list[str]:
-        """The names of the layers with which the second stage begins, the third, and so on."""
+        """Returns the names of the layers with which the second stage begins, the third, and so on."""
         return [stage.layers[0] for stage in self.stages[1:]]
 
     @property
@@ -92,7 +92,7 @@ class StagePlan:
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which stages are idle, with what slower stages keep others waiting."""
+        """Returns the share of the time in which stages are idle, including waits for slower stages."""
         return self.schedule.bubble(self._durations)
 
     @property
@@ -130,30 +130,30 @@ def plan_stages(
     memory_bytes: int | None = None,
     slack: float = 0.05,
 ) -> StagePlan:
-    """Divides the layers of a model into stages of a pipeline, so that the slowest is as fast as it can be.
+    """Divides the layers of a model into stages of a pipeline, so that the slowest stage is as fast as possible.
 
-    A pure function without communication: from the same costs every rank finds the same plan. A backward pass is
-    taken for two forward passes. On a worker are its stage's weights with gradients and slots, and of as many
-    microbatches as the schedule has it hold what came in and what its layers keep; with `recompute` what came in, and
-    of one microbatch what its layers keep. The rows of the batch, and what TensorFlow takes, are not counted.
+    A pure function without communication: every rank computes the same plan from the same costs. A backward pass counts
+    as two forward passes. The memory of a worker is that of its stage's weights with gradients and slots and, for each
+    microbatch that the schedule lets it hold, of its inputs and what its layers keep. With `recompute`, what the layers
+    keep counts for one microbatch only. The rows of the batch and the memory that TensorFlow uses are not counted.
 
     Args:
-      layers: In the order of the model; `tfring.parallel.measure_layers` gives those of a model.
-      num_stages: At least 1.
-      num_microbatches: As of `tfring.parallel.Pipeline`. Default 8.
-      schedule: As of `tfring.parallel.Pipeline`. Default "1f1b".
-      recompute: As of `tfring.parallel.Pipeline`: all stages but the last compute the forward pass twice, and so get
-        fewer layers. Default False.
-      memory_bytes: What a worker has. Default: enough.
-      slack: How much longer than the least possible, as a share of it, the slowest stage may take where fewer bytes
-        then cross from stage to stage. Default 0.05, about what measured times are apart by chance.
+      layers: The costs of the layers, in the order of the model; `tfring.parallel.measure_layers` measures them.
+      num_stages: Number of stages, at least 1.
+      num_microbatches: See `tfring.parallel.Pipeline`. Defaults to 8.
+      schedule: See `tfring.parallel.Pipeline`. Defaults to "1f1b".
+      recompute: See `tfring.parallel.Pipeline`. All stages except the last compute the forward pass twice, and so get
+        fewer layers. Defaults to False.
+      memory_bytes: Memory of a worker in bytes. Defaults to None: no limit.
+      slack: Additional time of the slowest stage, as a share of the shortest possible, that is allowed if fewer bytes
+        then cross from stage to stage. Defaults to 0.05, about the random variation of measured times.
 
     Returns:
       A `StagePlan`, for `tfring.parallel.Pipeline(model, plan.begins, ...)`.
 
     Raises:
-      ConfigurationError: For more stages than the layers can begin; where no plan fits into `memory_bytes`; for a
-        negative `slack`.
+      ConfigurationError: If the layers cannot begin that number of stages, no plan fits into `memory_bytes`, or `slack`
+        is negative.
 
     >>> milliseconds = {"a": 2, "b": 3, "c": 2, "d": 4, "e": 1, "f": 2}
     >>> layers = [LayerCost(name, ms / 1e3, 4_000_000, 100_000, 50_000) for name, ms in milliseconds.items()]
@@ -218,7 +218,7 @@ class _Costs:
         self._schedule = schedule
         self._recompute = recompute
         self._held = schedule.most_held()
-        # Stages that compute forward passes twice; the last computes when the backward pass comes, once.
+        # Stages that compute forward passes twice; the last computes them once, at the backward pass.
         self._twice = range(schedule.num_stages - 1) if recompute else range(0)
         self._seconds = summed(layer.seconds for layer in layers)
         self._weights = summed(layer.weight_bytes for layer in layers)
@@ -255,19 +255,20 @@ class _Costs:
 
 
 def _least(cost: Callable, nothing: tuple, num_stages: int, places: Sequence[int]) -> tuple[tuple, tuple[int, ...]]:
-    """Returns the division with the least cost, and of those the one whose stages begin first.
+    """Returns the division with the least cost, and among equal ones the one whose stages begin first.
 
     Args:
-      cost: Of `(cost of the stages before, number of the stage, where it begins, where it ends)`; a greater cost of the
-        stages before makes none less.
+      cost: A function of `(cost of the previous stages, number of the stage, its begin, its end)` that never decreases
+        when the cost of the previous stages increases.
       nothing: The cost of no stage.
-      num_stages: How many.
-      places: Where stages may begin or end, in order: the first begins at the first place, the last ends at the last.
+      num_stages: Number of stages.
+      places: The places where stages may begin or end, in order. The first stage begins at the first place, the last
+        stage ends at the last.
 
     Returns:
-      Its cost, and where its stages begin.
+      The cost of the division, and the places where its stages begin.
     """
-    found: dict[int, tuple[tuple, tuple[int, ...]]] = {places[0]: (nothing, ())}  # by where the stages so far end
+    found: dict[int, tuple[tuple, tuple[int, ...]]] = {places[0]: (nothing, ())}  # by the end of the stages so far
     for stage in range(num_stages):
         behind = num_stages - 1 - stage  # stages that still need a place each
         ends = places[stage + 1 : len(places) - behind] if behind else places[-1:]

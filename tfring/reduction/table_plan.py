@@ -1,4 +1,4 @@
-"""Plans the placement of each table of a layer with many: pure, from sizes.
+"""Plans the placement of each table of a layer with many tables. Pure: from sizes.
 
 ```
             rows                    columns                whole                   replicated
@@ -9,13 +9,14 @@ a step      u different ids of a    u ids go to all, who   u ids go to the owner
             and send u gradients    u rows                 takes u gradients
 ```
 
-A divided table never sends more than a replicated one, for a worker has no more different ids than there are rows. But
-a worker waits for the rows in the forward pass. So tables are replicated that are small, and those of which each worker
-looks up as many ids a step as they have rows, while there is room.
+A sharded table never sends more than a replicated one, since a worker has no more different ids than there are rows.
+But a worker waits for the rows in the forward pass. So small tables are replicated, and also tables with no more rows
+than the ids that each worker looks up in a step, while there is memory for them.
 
-Rows are the way to divide others. By columns each worker serves as much as the others whichever ids come, at the price
-of N times the ids: few beside a wide row. A whole table moves as many bytes as one by rows, from one owner: tables are
-dealt so that owners hold and serve alike, which takes more tables than workers and none that is large beside the rest.
+Other tables are sharded by rows by default. By columns, all workers serve the same load whichever ids come, at the cost
+of N times the ids, which are small compared to a wide row. A whole table moves the same bytes as one by rows, but from
+one owner: tables are dealt so that owners hold and serve equally, which needs more tables than workers and no table
+that is large compared to the rest.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from fractions import Fraction
 from tfring.errors import ConfigurationError
 
 KINDS = ("replicated", "rows", "whole", "columns")
-SMALL_BYTES = 64 << 10  # of a table's values: up to here SparseOptions sums gradients as dense ones
-WIDE_COLUMNS = 32  # of a worker's part of a wide row: its 128 bytes make little of the 4 of an id
+SMALL_BYTES = 64 << 10  # of a table's values: up to this size SparseOptions sums gradients as dense ones
+WIDE_COLUMNS = 32  # of a worker's part of a wide row: 128 bytes, which dwarf the 4 of an id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,13 @@ class PlannedTable:
     """One table of a plan.
 
     Attributes:
-      name: Of the table.
-      rows: How many it has.
-      width: How many columns.
-      kind: "replicated", whole at each worker; "rows" or "columns", divided by those; or "whole", at one worker.
-      bytes_a_worker: Of its values and their slots, at the worker that has most.
-      owner: The rank that has a whole table; else None.
+      name: Name of the table.
+      rows: Number of rows.
+      width: Number of columns.
+      kind: "replicated" (in full on each worker), "rows" or "columns" (sharded by these), or "whole" (in full on one
+        worker).
+      bytes_a_worker: Bytes of its values and their slots, on the worker that has most.
+      owner: The rank that has a whole table; None for other kinds.
     """
 
     name: str
@@ -57,11 +59,11 @@ class TablePlan:
     """The placement of each table; `str(plan)` is a table of it.
 
     Attributes:
-      world_size: How many workers it is computed for.
-      tables: In the order they were given.
+      world_size: Number of workers that the plan is for.
+      tables: The tables, in the order in which they were given.
 
     Raises:
-      ConfigurationError: For a whole table without an owner, and an owner of another.
+      ConfigurationError: If a whole table has no owner, or another table has one.
     """
 
     world_size: int
@@ -77,17 +79,17 @@ class TablePlan:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Returns "replicated", "rows", "whole" or "columns" by the name of a table."""
+        """Returns a dict from the name of a table to "replicated", "rows", "whole" or "columns"."""
         return {table.name: table.kind for table in self.tables}
 
     @property
     def owners(self) -> dict[str, int]:
-        """Returns the rank that has a whole table, by the table's name."""
+        """Returns a dict from the name of a whole table to the rank that has it."""
         return {table.name: table.owner for table in self.tables if table.owner is not None}
 
     @property
     def bytes_a_worker(self) -> int:
-        """Returns the bytes of all tables at the worker that has most."""
+        """Returns the bytes of all tables on the worker that has most."""
         owned = [0] * self.world_size
         for table in self.tables:
             if table.owner is not None:
@@ -122,39 +124,41 @@ def plan_tables(
     memory_bytes: int | None = None,
     itemsize: int = 4,
 ) -> TablePlan:
-    """Places tables: small ones are replicated, the rows of others sharded over the workers.
+    """Plans the placement of tables: small ones are replicated, others are sharded over the workers by rows.
 
-    A pure function without communication: every rank finds the same plan. Of the `kinds` that are allowed a table is,
-    the first that holds,
+    A pure function without communication: every rank computes the same plan. A table gets the first of the allowed
+    `kinds` whose condition holds:
 
-    1. "replicated" if its values take at most `small_bytes`, or each worker looks up at least as many ids of it a step
-       as it has rows;
+    1. "replicated" if its values take at most `small_bytes`, or the number of its ids that each worker looks up in a
+       step is at least its number of rows;
     2. "columns" if it is so wide that each worker has 32 columns or more;
     3. "whole" if it takes no more than one worker's share of the bytes of all tables that are not replicated, and of
        the values that are looked up in them; owners are dealt by both, the largest first;
     4. "rows".
 
-    Where that takes more than `memory_bytes` at the worker that has most, tables are divided by rows after all, the
-    largest first: whole ones, then replicated ones, then those by columns.
+    If this plan needs more than `memory_bytes` on the worker that has most, further tables are sharded by rows, the
+    largest first: whole tables, then replicated ones, then those by columns.
 
     Args:
-      tables: By name `(rows, width)`.
-      world_size: How many workers.
-      kinds: Which are allowed, of "replicated", "rows", "whole" and "columns", and always "rows". Default: "replicated"
-        and "rows".
-      slots: How many values the optimizer keeps for each of a table's: 0 for SGD, 1 for Adagrad, 2 for Adam.
-      lookups: By name, how many ids of a table each worker looks up in a step. Default: unknown, and small tables alone
-        are replicated; the plan of default `kinds` then is the same for any number of workers that have the memory.
-      small_bytes: Default 65,536.
-      memory_bytes: What a worker has for tables and slots. Default: enough.
-      itemsize: Bytes of a value. Default 4.
+      tables: A dict that maps the name of a table to its `(rows, width)`.
+      world_size: Number of workers.
+      kinds: The allowed kinds among "replicated", "rows", "whole" and "columns". Must include "rows". Defaults to
+        "replicated" and "rows".
+      slots: Number of values that the optimizer keeps per value of a table: 0 for SGD, 1 for Adagrad, 2 for Adam.
+        Defaults to 1.
+      lookups: A dict that maps the name of a table to the number of its ids that each worker looks up in a step.
+        Defaults to None, unknown: only small tables are replicated, and with the default `kinds` the plan is the same
+        for any number of workers that have the memory.
+      small_bytes: Maximum size of the values of a table that counts as small. Defaults to 65,536.
+      memory_bytes: Memory of a worker for tables and slots, in bytes. Defaults to None: no limit.
+      itemsize: Bytes of a value. Defaults to 4.
 
     Returns:
       A `TablePlan`, for `tfring.layers.DistributedEmbedding(..., plan=plan)`.
 
     Raises:
-      ConfigurationError: For other kinds; for no workers; for lookups of an unknown table; where all rows divided do
-        not fit into `memory_bytes`.
+      ConfigurationError: If `kinds` has another kind or lacks "rows", `world_size` is less than 1, `lookups` has an
+        unknown table, or the tables do not fit into `memory_bytes` even if all are sharded by rows.
 
     >>> print(plan_tables({"items": (1_000_000, 32), "colours": (12, 32)}, 4))
     table                   rows  width  kind        bytes a worker
@@ -236,18 +240,18 @@ def plan_tables(
 
 
 def deal(costs: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
-    """Deals things to workers: the largest first, each to the worker with the least of what it costs.
+    """Deals things to workers: the largest first, each to the worker with the least load of the costs it has.
 
     Args:
-      costs: By name, one or several costs of each thing, such as bytes and lookups, which are compared as shares of
-        their totals. The largest thing is that with the largest share of any.
-      world_size: How many workers.
+      costs: A dict that maps the name of a thing to one or several costs, such as bytes and lookups. Costs are compared
+        as shares of their totals. The largest thing is the one with the largest share of any cost.
+      world_size: Number of workers.
 
     >>> deal({"a": (5, 0), "b": (3, 0), "c": (2, 0), "d": (1, 5)}, 2)
     {'d': 0, 'a': 1, 'b': 0, 'c': 0}
     """
     totals = [max(1, sum(column)) for column in zip(*costs.values(), strict=True)]
-    shares = {  # exact, so that among equal workers the first is taken
+    shares = {  # exact, so that the first of equal workers is chosen
         name: [Fraction(own, total) for own, total in zip(cost, totals, strict=True)] for name, cost in costs.items()
     }
     loads = [[Fraction(0)] * len(totals) for _ in range(world_size)]

@@ -1,1 +1,1 @@
-"""`tfring report`: what the ranks of a run did when, and who waits for whom. Imports no TensorFlow."""
+"""`tfring report`: what the ranks of a run did and when, and who waits for whom. Does not import TensorFlow."""

@@ -1,4 +1,4 @@
-"""One trace of all ranks in Chrome's format, which Perfetto opens: a process a rank.
+"""One trace of all ranks in Chrome's format, which Perfetto opens: one process per rank.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -16,7 +16,7 @@ _WAITS = "wait for rank {}"
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """The document; times are microseconds since the first event."""
+    """Returns the document. Times are in microseconds since the first event."""
     begins = [call.begin for rank in run.ranks for call in rank.calls]
     begins += [step.begin for rank in run.ranks for step in rank.steps]
     begins += [request.begin for each in (*run.ranks, *run.servers) for request in each.requests]

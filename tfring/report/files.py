@@ -1,4 +1,4 @@
-"""The files that ranks wrote (`tfring/ring/trace.py` has their format), read and brought to one clock."""
+"""Reads the files that ranks wrote (`tfring/ring/trace.py` has their format), and converts times to one clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReportError(TfringError):
 
 
 class Call(NamedTuple):
-    """A collective of one rank. Times are nanoseconds of rank 0's clock, durations nanoseconds."""
+    """A collective of one rank. Times are in nanoseconds of rank 0's clock, durations in nanoseconds."""
 
     begin: int
     end: int
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """Returns the remaining time, in which bytes were on their way."""
+        """Returns the remaining time, in which bytes were in transit."""
         return self.end - self.begin - self.waited - self.added
 
 
@@ -61,16 +61,16 @@ class Mark(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """The trace of one rank, or of a parameter server by its number, which has requests alone."""
+    """The trace of one rank, or of a parameter server by its number, which only has requests."""
 
     rank: int
     host: str
-    calls: list[Call]  # by begin, as are the others
+    calls: list[Call]  # ordered by begin, as are the others
     marks: list[Mark]
     steps: list[Step]
     requests: list[Request]
     totals: dict[str, Any]
-    compiled: dict[str, dict[str, Any]]  # by kind of step, where XLA compiles it
+    compiled: dict[str, dict[str, Any]]  # by kind of step, if XLA compiles it
     ended: bool  # by itself
     uncertainty: int  # of its clock, nanoseconds
 
@@ -89,10 +89,10 @@ class Run(NamedTuple):
 
 
 def read(folder: pathlib.Path) -> Run:
-    """All ranks' files of a folder.
+    """Reads all ranks' files of a folder.
 
     Raises:
-      ReportError: There are none, one cannot be read, or they are of different runs.
+      ReportError: If there are none, one cannot be read, or they are from different runs.
     """
     found = sorted(
         (match[1], int(match[2]), path)
@@ -189,7 +189,7 @@ def _rank(lines: list[dict[str, Any]]) -> Rank:
 
 
 def _between(clocks: list[tuple[int, int]], at: int) -> float:
-    """The offset at a moment, on straight lines between those measured.
+    """Returns the offset at a moment, by linear interpolation between measured ones.
 
     >>> _between([(0, 100), (10, 200)], 5), _between([(0, 100), (10, 200)], 20), _between([], 5)
     (150.0, 200, 0)
@@ -203,14 +203,14 @@ def _between(clocks: list[tuple[int, int]], at: int) -> float:
     return a + (b - a) * (at - t0) / max(t1 - t0, 1)
 
 
-_SYNCHRONOUS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")  # end nowhere before all began
+_SYNCHRONOUS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")  # end only once all began
 
 
 def _waiting_for_the_last(ranks: list[Rank], missing: list[int]) -> list[Rank]:
-    """With the waiting that a rank itself cannot see.
+    """Returns the ranks with the waiting that a rank itself cannot see.
 
-    In a ring it hears from the one before it only, which may be on time and have nothing to pass on yet. Where all
-    ranks' calls are here, the one that began last is the one that was waited for.
+    In a ring a rank receives only from the previous one, which may be on time and have nothing to pass on yet. If the
+    calls of all ranks are available, the rank that began last is the one that the others waited for.
     """
     if missing or len(ranks) < 3:
         return ranks

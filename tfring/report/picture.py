@@ -1,4 +1,4 @@
-"""A few steps of all ranks, drawn: what each does, and its collectives below."""
+"""A picture of a few steps of all ranks: what each rank does, and its collectives below."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOST_RANKS = 8
 
 
 def draw(run: Run, file: str) -> None:
-    """Some steps from the middle of the longest loop.
+    """Draws some steps from the middle of the longest loop.
 
     Raises:
-      ReportError: There are no steps, or matplotlib is missing.
+      ReportError: If there are no steps, or matplotlib is missing.
     """
     try:
         import matplotlib

@@ -15,13 +15,13 @@ def run(
     """Prints the report of a folder.
 
     Args:
-      folder: Where ranks wrote.
-      as_json: One JSON document (docs/report.md) in place of text.
-      trace: A file for the trace of all ranks, in Chrome's format.
-      plot: A file for a picture of a few steps, such as steps.png; needs matplotlib.
+      folder: Folder to which the ranks wrote.
+      as_json: Whether to print one JSON document (docs/report.md) instead of text.
+      trace: File for the trace of all ranks, in Chrome's format.
+      plot: File for a picture of a few steps, such as steps.png. Needs matplotlib.
 
     Returns:
-      The exit code: 0, or 1 where there is nothing to report on.
+      The exit code: 0, or 1 if there is nothing to report on.
     """
     try:
         found = files.read(folder)

@@ -1,4 +1,4 @@
-"""Tells what a run did and what to look at, in the sentences before the tables of a report."""
+"""Says what a run did and what to look at, in the sentences before the tables of a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from tfring.report import summary
 
 _COMMUNICATION = ("waiting", "server", "moving", "adding")
-_MUCH = 0.2  # of a step: worth a change
+_MUCH = 0.2  # share of a step that is worth a change
 _DID = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 _OF_ONE_RANK = {
     "input": "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md).",
@@ -25,7 +25,7 @@ _OF_ALL = {
 
 
 def of(found: dict[str, Any]) -> list[str]:
-    """Returns the sentences on a document of `summary.document`: of the steps that train, else of the first kind."""
+    """Returns the sentences for a document of `summary.document`: on training steps, or otherwise the first kind."""
     kind = "train" if "train" in found["steps"] else next(iter(found["steps"]), None)
     ranks = {} if kind is None else {r: row for r, row in found["steps"][kind]["ranks"].items() if row["count"]}
     if kind is None or not ranks:

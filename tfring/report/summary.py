@@ -11,7 +11,7 @@ from tfring.ring.trace import Request
 
 _SLOWEST = 8
 _WORTH_TELLING = 0.05  # of a step
-_SLOWER = 1.5  # times the others' step, where no rank waits
+_SLOWER = 1.5  # times the others' step, if no rank waits
 _MILLISECOND = 1e6  # nanoseconds
 
 
@@ -54,7 +54,7 @@ def _of_server(run: Run, server: Rank) -> dict[str, Any]:
 
 
 def _of_workers(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the requests to each server as workers see them, of all workers."""
+    """Returns the requests to each server as workers see them, over all workers."""
     counted: dict[int, list[Request]] = {server: [] for server in range(run.num_servers)}
     for rank in run.ranks:
         graphs = _building(rank)
@@ -69,7 +69,7 @@ def _building(rank: Rank) -> list[tuple[int, int]]:
 
 
 def _by_kind(requests: list[Request]) -> dict[str, Any]:
-    """Returns counts, and means of a request; the longest in all first."""
+    """Returns counts, and means per request. The kind with the longest total comes first."""
     by_kind: dict[str, list[Request]] = {}
     for request in requests:
         by_kind.setdefault(request.kind, []).append(request)
@@ -106,7 +106,7 @@ def _of_kind(run: Run, kind: str) -> dict[str, Any]:
 
 
 def _of_rank(rank: Rank, kind: str) -> dict[str, Any]:
-    """Mean milliseconds a step, of those in which no graph was built."""
+    """Returns mean milliseconds per step, over those in which no graph was built."""
     of_kind = [each for each in timeline.steps(rank) if each.step.kind == kind]
     counted = [each for each in of_kind if not each.step.built]
     sums = dict.fromkeys(timeline.CATEGORIES, 0)
@@ -133,7 +133,7 @@ def _of_rank(rank: Rank, kind: str) -> dict[str, Any]:
 
 
 def _whole(rank: Rank) -> dict[str, Any]:
-    """Returns the totals of all steps, also of those without spans."""
+    """Returns the totals of all steps, including those without spans."""
     steps = {
         kind: {
             "count": total["count"] + total["built"],
@@ -161,7 +161,7 @@ def _whole(rank: Rank) -> dict[str, Any]:
 
 
 def _slowest(run: Run) -> list[dict[str, Any]]:
-    """Returns the collectives that take most time besides waiting, by name, mean over ranks and calls."""
+    """Returns the collectives that take the most time besides waiting, by name, as means over ranks and calls."""
     by_name: dict[tuple, list] = {}
     for rank in run.ranks:
         for call in rank.calls:
@@ -188,7 +188,7 @@ def _slowest(run: Run) -> list[dict[str, Any]]:
 
 
 def _of_xla(kind: str, compiled: dict[str, Any]) -> str:
-    """Tells what XLA compiles of a kind of step.
+    """Describes which operations of a kind of step XLA compiles.
 
     >>> _of_xla("train", {"operations": 9, "by_xla": 8, "others": ["TfringAllReduce"]})
     'train: XLA compiles 8 of 9 operations in clusters; it has none for TfringAllReduce, which runs between them.'
@@ -210,16 +210,16 @@ _OWN = {
 
 
 class SlowRank(NamedTuple):
-    """A rank that is slower than the others, and what it has more of than they: a key of `_OWN`, or nothing."""
+    """A rank that is slower than the others, and what takes longer on it: a key of `_OWN`, or ""."""
 
     rank: str
-    milliseconds: float  # a step that the others wait for it, or that its own step takes longer
+    milliseconds: float  # per step: the others' wait for it, or the excess of its own step
     is_waited_for: bool
     cause: str
 
 
 def slow_rank(ranks: dict[str, dict[str, Any]]) -> SlowRank | None:
-    """Returns the rank that the others wait for, or that is slower with none waiting; None if there is none."""
+    """Returns the rank that the others wait for, or that is slower while none waits. None if there is none."""
     whom, mean = _waited_for(ranks)
     others = [row for rank, row in ranks.items() if rank != whom]
     step = max(row["milliseconds"] for row in ranks.values())
@@ -238,7 +238,7 @@ def slow_rank(ranks: dict[str, dict[str, Any]]) -> SlowRank | None:
 
 
 def _waited_for(ranks: dict[str, dict[str, Any]]) -> tuple[str, float]:
-    """Returns the rank that the others wait for most, and how long, mean milliseconds a step."""
+    """Returns the rank that the others wait for most, and their mean wait in milliseconds per step."""
     waits = {who: [row["waits_for"].get(who, 0.0) for rank, row in ranks.items() if rank != who] for who in ranks}
     whom = max(waits, key=lambda who: sum(waits[who]))
     return whom, sum(waits[whom]) / max(len(waits[whom]), 1)
@@ -278,7 +278,7 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
 
 
 def _why(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str:
-    """Returns what a rank has more of than the others, if it is more than `least` milliseconds."""
+    """Describes what takes a rank longer than the others, if the excess is more than `least` milliseconds."""
     cause = _cause(row, others, least)
     if not cause:
         return ""
@@ -287,7 +287,7 @@ def _why(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str
 
 
 def _cause(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str:
-    """Returns the key of `_OWN` of which a rank has most more than the others; nothing if it is not over `least`."""
+    """Returns the key of `_OWN` in which a rank exceeds the others most, or "" if the excess is not over `least`."""
     more = {name: row[name] - sum(other[name] for other in others) / len(others) for name in _OWN}
     cause = max(more, key=lambda name: more[name])
     return cause if more[cause] > least else ""
@@ -315,7 +315,7 @@ _SERVERS_OWN = {
 
 
 def findings_of_servers(steps: dict[str, Any], requests: dict[str, dict[str, Any]]) -> list[str]:
-    """Explains the figures of parameter servers, in a sentence or two; `requests` as workers see them."""
+    """Explains the figures of parameter servers, in a sentence or two. `requests` are as workers see them."""
     rows = [row for row in steps["ranks"].values() if row["count"]]
     pushes = {server: kinds["push"] for server, kinds in requests.items() if "push" in kinds}
     if not rows or not pushes:

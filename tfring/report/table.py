@@ -8,7 +8,7 @@ from typing import Any
 from tfring.report.timeline import CATEGORIES
 
 _TITLES = {"moving": "send/recv", "server": "servers"}
-_KINDS = ("push", "commit", "rows", "pull", "claim", "meet")  # of requests, that a step or an epoch makes
+_KINDS = ("push", "commit", "rows", "pull", "claim", "meet")  # of requests that a step or an epoch makes
 _WIDTH = 112  # of sentences
 _MOST_RANKS = 16  # shown one by one
 
@@ -142,7 +142,7 @@ def _whole_run(ranks: dict[str, dict[str, Any]]) -> str:
 
 
 def _columns(rows: list[list[str]], left: int = 0) -> str:
-    """Right-aligned, but the first `left` columns."""
+    """Returns right-aligned columns, except the first `left` columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

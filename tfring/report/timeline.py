@@ -23,20 +23,20 @@ _ABOVE = {name: n for n, name in enumerate(_ORDER)}
 
 
 class Span(NamedTuple):
-    """A span of a step; nanoseconds of rank 0's clock."""
+    """A span of a step, in nanoseconds of rank 0's clock."""
 
     begin: int
     end: int
     category: str
-    whom: int = -1  # waited for; of "server", which
+    whom: int = -1  # the rank waited for; for "server", the server
 
 
 class StepOfRank(NamedTuple):
     step: Step
-    until: int  # where the next step of its loop begins; else its own end
+    until: int  # begin of the next step of its loop; otherwise its own end
     spans: list[Span]  # one after the other, from begin to until
-    gradients: int  # nanoseconds of collectives of gradients,
-    hidden: int  # and how many of them before the last gradient was there
+    gradients: int  # nanoseconds of collectives of gradients
+    hidden: int  # nanoseconds of them before the last gradient was ready
     beside: int  # CPU time of other threads meanwhile
 
 
@@ -54,7 +54,7 @@ def inputs(rank: Rank) -> list[Span]:
 
 
 def spans_of(call: Call) -> list[Span]:
-    """Returns a collective's waiting, moving and adding, one after the other; the last two alternate in truth."""
+    """Returns a collective's waiting, moving and adding, one after the other. In reality the last two alternate."""
     met = call.begin + call.waited
     moved = met + call.moved
     cut = [
@@ -85,7 +85,7 @@ Span(begin=6, end=9, category='server', whom=1), Span(begin=9, end=10, category=
 
 
 def last_ones(requests: list[Request]) -> list[Request]:
-    """Returns of requests that are under way at the same time, to several servers, the one that ends last.
+    """Returns the request that ends last of those under way at the same time, to several servers.
 
     >>> make = lambda begin, end: Request(begin, end, 0, "push", 0, 0, 0, -1, 0, 0, 0)
     >>> [(r.begin, r.end) for r in last_ones([make(0, 4), make(1, 9), make(2, 5), make(10, 11)])]
@@ -117,7 +117,7 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
         marks = rank.marks[bisect.bisect_left(times_of_marks, step.begin) : bisect.bisect_left(times_of_marks, until)]
         drawn = waits[bisect.bisect_left(begins_of_waits, step.begin) : bisect.bisect_left(begins_of_waits, until)]
         ready = _gradients_ready(calls, {mark.name: mark.at for mark in marks})
-        first = drawn[0].begin if drawn else step.begin  # only then is it known when TensorFlow has begun
+        first = drawn[0].begin if drawn else step.begin  # only this shows when TensorFlow has begun
         base = [
             Span(step.begin, min(first, step.end), "dispatch"),
             Span(step.begin, step.end, "compute"),
@@ -127,7 +127,7 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
         length = sum(call.end - call.begin for call in gradients)
         hidden = sum(max(0, min(call.end, ready) - call.begin) for call in gradients)
         beside = sum(call.beside for call in gradients)
-        hides = beside >= hidden / 8  # else no thread computed meanwhile: the one that would was waiting
+        hides = beside >= hidden / 8  # otherwise no thread computed meanwhile: the one that would was waiting
         busy = [
             span._replace(begin=max(span.begin, ready)) if hides and call.ring == GRADIENTS else span
             for call in calls
@@ -147,7 +147,7 @@ def _gradients_ready(calls: list[Call], marks: dict[str, int]) -> int:
 
 
 def flattened(spans: list[Span], begin: int, end: int) -> list[Span]:
-    """Returns the uppermost span at each moment, in the order of `_ABOVE`; no two spans overlap.
+    """Returns the uppermost span at each moment, in the order of `_ABOVE`. No two spans overlap.
 
     >>> flattened([Span(0, 9, "compute"), Span(2, 4, "input"), Span(3, 6, "waiting", 1)], 0, 8)
     [Span(begin=0, end=2, category='compute', whom=-1), Span(begin=2, end=3, category='input', whom=-1), \

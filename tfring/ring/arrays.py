@@ -1,6 +1,6 @@
-"""The collectives on NumPy arrays; `tfring.ring.ops` has the same for TensorFlow's tensors.
+"""The collectives on NumPy arrays; `tfring.ring.ops` has the same collectives for TensorFlow tensors.
 
-`tfring.ring.communicator.Communicator` says what each does.
+`tfring.ring.communicator.Communicator` documents each of them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def run(
     compression: str | None = None,
     name: str | None = None,
 ) -> Any:
-    """Calls a collective whose results are of a size that is known before.
+    """Calls a collective with results of a size that is known in advance.
 
     Args:
       communicator: A `tfring.ring.communicator.Communicator`.
       kind: The collective, one of `library.kinds()`.
       value: An array, or a list of arrays.
-      make: Returns the memory for the result of an array.
-      out: Takes the results instead.
+      make: A function that returns the memory for the result of an array.
+      out: Arrays to write the results to instead.
       op: "sum", "max", "min" or "product".
-      root: A rank.
+      root: Rank of the root.
       compression: See `Communicator.all_reduce`.
-      name: What to call it in errors. Default: the kind.
+      name: Name of the call in errors. Defaults to the kind.
 
     Returns:
       An array, or a list of arrays, as `value`.
@@ -66,20 +66,20 @@ def exchange(
     root: int = 0,
     name: str | None = None,
 ) -> tuple[Any, np.ndarray]:
-    """Calls a collective whose numbers of rows are learned on the way.
+    """Calls a collective in which ranks learn the numbers of rows on the way.
 
     Args:
       communicator: A `tfring.ring.communicator.Communicator`.
       kind: The collective, one of `library.kinds()`.
       value: `[rows, ...]`, or a list of such arrays.
-      counts: As of `Communicator.all_to_all`.
-      splits: Each rank gets some of the rows, by `counts`, not all of them.
-      root: A rank.
-      name: What to call it in errors. Default: the kind.
+      counts: See `Communicator.all_to_all`.
+      splits: Whether each rank gets some of the rows, by `counts`, instead of all of them.
+      root: Rank of the root.
+      name: Name of the call in errors. Defaults to the kind.
 
     Returns:
-      The rows that come to this rank, an array or a list as `value`; and int64 `[tensors, world_size]`, how many
-      come from each rank.
+      A tuple of the rows that this rank receives, an array or a list as `value`, and the number of rows from each
+      rank, int64 of shape `[tensors, world_size]`.
     """
     many, values = _as_list(value)
     numbers = _counts(communicator, values, counts, many) if splits else None
@@ -90,10 +90,10 @@ def exchange(
 
 
 class PlannedAllReduce:
-    """An `all_reduce` whose arguments are checked once, and which is called many times.
+    """An `all_reduce` with arguments that are checked once, to be called many times.
 
     Raises:
-      ValueError: An array that a call could not read where it is.
+      ValueError: If a call could not read an array in place.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class PlannedAllReduce:
             )
         results = [np.empty_like(value) for value in values] if out is None else _outputs(out, values, many)
         self._communicator, self._result = communicator, results if many else results[0]
-        self._arrays = values, results  # which the calls point to
+        self._arrays = values, results  # the calls point to them
         _, self._tensors = _prepare("all_reduce", name, values, results, op=op, compression=compression)
         self._calls = [_call("all_reduce", name, op, 0, is_main, compression) for is_main in (False, True)]
         self._count = len(values)
 
     def __call__(self) -> Any:
-        """Reduces what the arrays hold now, and returns the result: the same arrays each time."""
+        """Reduces the current content of the arrays and returns the result: the same arrays each time."""
         call = self._calls[threading.get_ident() == _main_thread]
         _run(self._communicator, call, self._tensors, self._count)
         return self._result
@@ -167,7 +167,7 @@ class _Rows:
 
 
 class _Received:
-    """Receives one array, of a shape that the sender tells."""
+    """Receives one array, of a shape that the sender determines."""
 
     result: np.ndarray
 
@@ -188,13 +188,13 @@ class _Received:
         outputs[0] = self.result.__array_interface__["data"][0]
 
 
-@library.Place  # one for all calls: to make one takes longer than a small exchange
+@library.Place  # one for all calls: creating one takes longer than a small exchange
 def _place(_: Any, numbers: Any, count: int, outputs: Any, placed: Any) -> None:
     coming, raised = _thread.asked
     try:
         coming.place(numbers, count, outputs)
         placed[0] = 1
-    except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
+    except BaseException as error:  # no memory, or Ctrl-C, unless raised before `try`
         raised.append(error)
         placed[0] = library.UNWANTED if isinstance(error, MismatchError) else 0
 
@@ -202,10 +202,10 @@ def _place(_: Any, numbers: Any, count: int, outputs: Any, placed: Any) -> None:
 def _run_asking(
     communicator: Any, call: Any, tensors: Any, count: int, coming: _Rows | _Received, counts: Any = None
 ) -> None:
-    """Runs a call that asks `coming` for memory."""
+    """Runs a call that gets its memory from `coming`."""
     numbers = None if counts is None else counts.ctypes.data_as(_NUMBERS)
     raised: list[BaseException] = []
-    before, _thread.asked = getattr(_thread, "asked", None), (coming, raised)  # a signal handler's is inside another's
+    before, _thread.asked = getattr(_thread, "asked", None), (coming, raised)  # a signal handler's call nests
     try:
         _run(communicator, call, tensors, count, numbers, _place, raised)
     finally:
@@ -229,7 +229,7 @@ def _run(
 
 
 def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool) -> np.ndarray:
-    """`[rank, tensor]`: how many rows of each tensor go to each rank."""
+    """Returns the number of rows of each tensor for each rank, of shape `[rank, tensor]`."""
     size = communicator.world_size
     if counts is None:
         return _shares(tuple(value.shape[0] if value.ndim else 0 for value in values), size)
@@ -263,7 +263,7 @@ def _prepare(
     compression: str | None = None,
     way: int = 0,
 ) -> tuple[Any, Any]:
-    """Returns the arguments of a native call; the caller keeps the arrays alive until it returns."""
+    """Returns the arguments of a native call. The caller must keep the arrays alive until the call returns."""
     call = _call(kind, name, op, root, threading.get_ident() == _main_thread, compression, way)
     tensors = []
     for source, target in zip(inputs, outputs, strict=True):
@@ -284,9 +284,9 @@ def _prepare(
     return call, together
 
 
-# A small collective takes a few microseconds, and so would these.
+# Computed once: a small collective takes a few microseconds, and these would take as long.
 _thread = threading.local()
-_main_thread = threading.main_thread().ident  # a forked child's has the same
+_main_thread = threading.main_thread().ident  # the same in a forked child
 
 
 @functools.lru_cache(1024)
@@ -295,7 +295,7 @@ def _call(
 ) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {op!r}, not {library.OPERATION_NAMES}.")
-    if not -(2**31) <= root < 2**31:  # or the core would get another number
+    if not -(2**31) <= root < 2**31:  # otherwise the core would get another number
         raise ValueError(f"Rank {root}, a root or a peer, is not below the number of ranks.")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
     number, op_number = library.kinds().index(kind), way or library.OPERATIONS[op]
@@ -306,7 +306,7 @@ def _call(
 
 @functools.lru_cache(256)
 def _dims(shape: tuple[int, ...]) -> tuple[Any, int]:
-    """The numbers of a shape, and where they lie."""
+    """Returns the dimensions of a shape as a ctypes array, and its address."""
     dims = (ctypes.c_int64 * len(shape))(*shape)
     return dims, ctypes.addressof(dims)
 
@@ -317,14 +317,14 @@ def _number(dtype: np.dtype) -> int | None:
 
 
 def _as_list(value: Any) -> tuple[bool, list[np.ndarray]]:
-    """A list of arrays is several values; one of numbers is one."""
+    """Returns whether this is a list of arrays, and the arrays. A list of numbers is one array."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
         return True, [_as_array(each) for each in value]
     return False, [_as_array(value)]
 
 
 def _outputs(out: Any, values: list[np.ndarray], many: bool) -> list[np.ndarray]:
-    """The arrays to write to, one for each value."""
+    """Returns the arrays to write to, one for each value."""
     outputs = list(out) if many and isinstance(out, (list, tuple)) else [out]
     if len(outputs) != len(values):
         raise ValueError(f"`out` has {len(outputs)} arrays for {len(values)} values. Give one for each.")

@@ -1,14 +1,15 @@
 """Measures the offset of this rank's clock from rank 0's.
 
-A gather of all ranks ends on no rank before it has begun on all. So each one bounds the distance on both sides:
+A gather of all ranks does not end on any rank before it has begun on all. So each gather bounds the distance on both
+sides:
 
 ```
 rank 0   ──begin 0────────────end 0──►        end r   - distance >= begin 0
 rank r   ──────begin r──────────end r──►      begin r - distance <= end 0
 ```
 
-and of several the tightest bounds hold. What a round trip would give, from the collective there is, among any number of
-ranks and without a link of rank 0 to each.
+and the tightest bounds of several gathers hold. This gives the result of a round trip from an existing collective,
+among any number of ranks and without a link from rank 0 to each.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ import numpy as np
 from tfring.ring.communicator import Communicator
 
 ROUNDS = 24
-NAME = "clock"  # of these gathers, which no trace shows
+NAME = "clock"  # of these gathers, which traces leave out
 
 
 class Distance(NamedTuple):
-    """This rank's clock less rank 0's, at a moment of this rank's clock; nanoseconds."""
+    """The difference of this rank's clock from rank 0's at a time of this rank's clock, in nanoseconds."""
 
     at: int
     offset: int
-    uncertainty: int  # the offset is at most so wrong
-    lowest: int  # what was measured
+    uncertainty: int  # the largest error of the offset
+    lowest: int  # the measured bounds
     highest: int
 
 
 def now() -> int:
-    """Nanoseconds of the clock that the core reads too."""
+    """Returns the nanoseconds of the clock that the core reads as well."""
     return time.monotonic_ns()
 
 
 def distance(communicator: Communicator | None, rounds: int = ROUNDS, clock: Callable[[], int] = now) -> Distance:
-    """Measures it; a collective of all ranks.
+    """Measures the offset. This is a collective of all ranks.
 
-    Two processes of one kernel read one clock: where the measurement does not deny it, the offset is 0.
+    Two processes on one kernel read the same clock: their offset is 0 unless the measurement contradicts it.
 
     Args:
-      communicator: A `tfring.Communicator`, or None for a process alone.
-      rounds: How many gathers, of some ten microseconds each on one host; one more is made.
-      clock: What to read, nanoseconds.
+      communicator: A `tfring.Communicator`, or None for a single process.
+      rounds: Number of gathers, which take some ten microseconds each on one host. One more is made.
+      clock: A function that returns the time in nanoseconds.
 
     >>> distance(None).offset
     0
@@ -61,7 +62,7 @@ def distance(communicator: Communicator | None, rounds: int = ROUNDS, clock: Cal
     begin = end = 0
     bounds = []
     mine = kernel()
-    for _ in range(rounds + 1):  # each carries when the one before it began and ended
+    for _ in range(rounds + 1):  # each carries the begin and end of the one before
         row = np.array([[begin, end, mine]], np.int64)
         begun = clock()
         rows = communicator.all_gather(row, name=NAME)
@@ -78,11 +79,11 @@ def distance(communicator: Communicator | None, rounds: int = ROUNDS, clock: Cal
 
 
 def distance_by_asking(ask: Callable[[], tuple[int, int]], rounds: int = ROUNDS) -> Distance:
-    """Measures the offset of this process's clock from that of another, which answers; no collective.
+    """Measures the offset of this process's clock from that of another process, which answers. Not a collective.
 
     Args:
-      ask: Returns the other's `now()` and `kernel()`, read between the call and its end.
-      rounds: How often it is asked.
+      ask: A function that returns `now()` and `kernel()` of the other process, read between its call and its return.
+      rounds: Number of calls of `ask`.
 
     >>> distance_by_asking(lambda: (now(), kernel())).offset
     0
@@ -101,7 +102,7 @@ def distance_by_asking(ask: Callable[[], tuple[int, int]], rounds: int = ROUNDS)
 
 @functools.cache
 def kernel() -> int:
-    """A number for the running kernel; 0 if it is unknown, which fits no other."""
+    """Returns a number that identifies the running kernel; if it is unknown, one that matches no other process."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

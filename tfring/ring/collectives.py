@@ -1,7 +1,7 @@
-"""The engines behind one interface: the compiled ring, TensorFlow's collective runtime, and no peers at all.
+"""The interface of the engines: the compiled ring, TensorFlow's collective runtime, and a single process.
 
-Everything above `ring/` speaks to an engine through the methods of `Collectives`, on TensorFlow tensors,
-eagerly or inside a `tf.function`. `op` is "sum", "max", "min" or "product"; `name` says what is sent, for errors.
+All code above `ring/` calls an engine through the methods of `Collectives`, on TensorFlow tensors, eagerly or inside a
+`tf.function`. `op` is "sum", "max", "min" or "product"; `name` names the data in errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LINE = order.Line("an engine without a token", None, lambda tensor: tf.zeros([]
 
 
 def zeros_unless(active: tf.Tensor | None, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The tensors, or zeros of their shapes where `active` is False; NaN does not survive."""
+    """Returns the tensors, or zeros of their shapes if `active` is False, even for NaN."""
     if active is None:
         return list(tensors)
     return [tf.where(active, t, tf.zeros_like(t)) for t in tensors]
@@ -31,15 +31,16 @@ def zeros_unless(active: tf.Tensor | None, tensors: Sequence[tf.Tensor]) -> list
 def sum_duplicates(
     values: tf.Tensor, indices: tf.Tensor, active: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the rows of equal ids, by TensorFlow's operations.
+    """Sums the rows of equal ids with TensorFlow operations.
 
     Args:
-      values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
-      indices: `[num_rows]`, int32 or int64.
-      active: bool scalar; where False no row is left.
+      values: Tensor of shape `[num_rows, ...]`, of any float or integer dtype. float16 and bfloat16 are summed in
+        float32.
+      indices: int32 or int64 tensor of shape `[num_rows]`.
+      active: bool scalar. If False, the result has no rows. Defaults to None, which means True.
 
     Returns:
-      `(values, indices)` with each id once, in the order of first occurrence.
+      A tuple `(values, indices)` with each id once, in the order of first occurrence.
 
     >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -55,20 +56,20 @@ def sum_duplicates(
 
 
 class Collectives(abc.ABC):
-    """Defines the collectives of an engine; all ranks must make the same calls in the same order.
+    """Defines the collectives of an engine. All ranks must make the same calls in the same order.
 
-    An engine has them all by its `_run`, or has its own of some.
+    An engine implements `_run`, which all of them call, or overrides some of them.
     """
 
     rank: int
     world_size: int
     identity = 0  # of its ring, which the status of a failed operation names
-    reaches_others = False  # whether `broadcast` reaches others though `world_size` is 1
-    marks_ready = False  # whether a trace gets the time at which the input is ready, which may be before its turn comes
+    reaches_others = False  # whether `broadcast` reaches others although `world_size` is 1
+    marks_ready = False  # whether a trace records when the input is ready, which may be before the collective begins
 
     @abc.abstractmethod
     def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
-        """Calls the collective that `tfring.ring.ops` has under this name, with these arguments."""
+        """Calls the collective of this name in `tfring.ring.ops` with these arguments."""
 
     def all_reduce(
         self,
@@ -81,26 +82,26 @@ class Collectives(abc.ABC):
     ) -> list[tf.Tensor]:
         """Reduces tensors of one dtype over all ranks, in one collective.
 
-        `compression` is what float32 travels as, where the engine can; see `Communicator.all_reduce`.
+        `compression` is the dtype in which float32 is sent, if the engine supports it; see `Communicator.all_reduce`.
         """
         return self._run("all_reduce", list(tensors), op, name=name, active=active, compression=compression)
 
     def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
-        """Returns the largest of each number over all ranks, which call this eagerly; numbers are those of int64."""
+        """Returns the maximum of each int64 number over all ranks, which must call this eagerly."""
         [agreed] = self.all_reduce([tf.constant(numbers, tf.int64)], "max", name=name)
         return agreed.numpy().tolist()
 
     def agreed(self, number: int, *, name: str) -> int | None:
-        """Returns a number that all ranks have, which call this eagerly; None where they have different ones."""
+        """Returns the number, or None if ranks have different ones. All ranks must call this eagerly."""
         highest, lowest = self.largest([number, -number], name=name)
         return number if highest == -lowest else None
 
     def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
-        """Concatenates over ranks along dimension 0, which may differ from rank to rank; a list gives a list."""
+        """Concatenates over ranks along dimension 0, which may differ between ranks. A list returns a list."""
         return self._run("all_gather", tensor, name=name)
 
     def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """As `all_gather`, of tensors that have the same static shape on every rank: one collective on any engine."""
+        """Gathers tensors of the same static shape on every rank, as `all_gather`, in one collective on any engine."""
         gathered = self.all_gather(tensor, name=name)
         gathered.set_shape([self.world_size * tensor.shape[0], *tensor.shape[1:]])
         return gathered
@@ -116,31 +117,31 @@ class Collectives(abc.ABC):
     ) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
         """Returns each id of any rank once, with the sum of its rows; see `tfring.ring.ops.sum_rows`.
 
-        Not where `needs_fixed_shapes`.
+        Not available if `needs_fixed_shapes`.
         """
         return self._run("sum_rows", values, indices, name=name, active=active, reduction=reduction)
 
     def gather_rows(
         self, values: Sequence[tf.Tensor], indices: Sequence[tf.Tensor], *, name: str
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Padded (values, indices) of every rank with their padding, in rank order; where `needs_fixed_shapes`."""
+        """Returns padded (values, indices) of every rank, in rank order; only available if `needs_fixed_shapes`."""
         raise NotImplementedError
 
     def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> tf.Tensor:
-        """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
+        """Reduces over ranks. Each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
 
-        A list of one dtype gives a list.
+        A list of one dtype returns a list.
         """
         return self._run("reduce_scatter", tensor, op, name=name)
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
-        """Returns the tensors of rank `root` on every rank; shapes and dtypes must agree."""
+        """Returns the tensors of rank `root` on every rank. Shapes and dtypes must agree."""
         return self._run("broadcast", list(tensors), root, name=name)
 
     def reduce(
         self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str
     ) -> list[tf.Tensor]:
-        """As `all_reduce`, for rank `root` only: zeros on the others."""
+        """Reduces like `all_reduce`, but only rank `root` gets the result. The others get zeros."""
         return self._run("reduce", list(tensors), root, op, name=name)
 
     def all_to_all(
@@ -149,40 +150,41 @@ class Collectives(abc.ABC):
         """Sends some rows of every rank to every rank.
 
         Args:
-          tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
-          counts: Integers `[world_size]`, how many go to each rank; for a list, a list of such. Default: as
-            `reduce_scatter`.
-          name: What is sent, for errors.
+          tensor: Tensor of shape `[rows, ...]`, first the rows for rank 0, then those for rank 1, and so on; or a list
+            of them.
+          counts: Number of rows for each rank, integers of shape `[world_size]`; or a list of them. Defaults to the
+            shares of `reduce_scatter`.
+          name: Name of the data in errors.
 
         Returns:
-          The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a
-          list, two lists.
+          A tuple of the rows for this rank, those of rank 0 first, and the number of rows from each rank, int64 of
+          shape `[world_size]`; or a tuple of two lists.
         """
         return self._run("all_to_all", tensor, counts, name=name)
 
     def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
-        """As `all_gather`, for rank `root` only: no rows on the others."""
+        """Gathers like `all_gather`, but only rank `root` gets the rows. The others get no rows."""
         return self._run("gather", tensor, root, name=name)
 
     def scatter(
         self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str
     ) -> tf.Tensor:
-        """Distributes rank `root`'s rows by its `counts` (as of `all_to_all`); other ranks' rows are ignored."""
+        """Distributes rank `root`'s rows by its `counts` (see `all_to_all`). Other ranks' rows are ignored."""
         return self._run("scatter", tensor, counts, root, name=name)
 
     @abc.abstractmethod
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
-        """Returns an engine over some of the ranks, all of which call this alike.
+        """Returns an engine over some of the ranks, all of which must make the same call.
 
         Raises:
-          ConfigurationError: The engine has no groups.
+          ConfigurationError: If the engine has no groups.
         """
 
     def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Tensor:
-        """Sends to one rank, which calls `receive` with this name. Returns a receipt, float32 0.
+        """Sends to one rank, which must call `receive` with this name. Returns a receipt, float32 0.
 
         Raises:
-          ConfigurationError: The engine passes nothing between two ranks.
+          ConfigurationError: If the engine cannot send between two ranks.
         """
         return self._run("send", tensor, to, name=name)
 
@@ -192,39 +194,39 @@ class Collectives(abc.ABC):
         """Receives the tensor that rank `source` sends; see `tfring.ring.ops.receive`.
 
         Raises:
-          ConfigurationError: The engine passes nothing between two ranks.
+          ConfigurationError: If the engine cannot send between two ranks.
         """
         return self._run("receive", source, dtype, shape, anchor=anchor, name=name)
 
     def barrier(self, *, name: str) -> None:
-        """Returns once every rank has called it."""
+        """Blocks until all ranks have called it."""
         self._run("barrier", name=name)
 
     def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function of tensors that calls collectives in its gradient, as a `tf.custom_gradient` does.
+        """Calls a function of tensors that calls collectives in its gradient, such as a `tf.custom_gradient`.
 
         The backward pass then calls the collectives of such functions in the reverse order of the forward pass,
-        whatever else is in the graph of a rank; see `order.py`.
+        regardless of other operations in the graph of a rank; see `order.py`.
         """
         return order.call_in_order(_LINE, function, *args)
 
     def bytes_sent(self) -> int | None:
-        """Bytes this rank has sent so far, or None where the engine does not count."""
+        """Returns the bytes this rank has sent so far, or None if the engine does not count them."""
         return None
 
     def seconds_waited(self) -> float | None:
-        """Returns the seconds this rank's collectives have waited for others; None where the engine does not count."""
+        """Returns the seconds this rank's collectives have waited for others, or None if they are not measured."""
         return None
 
     def failure(self) -> BaseException | None:
-        """Returns the failure that broke this engine, of `tfring.errors`; None if it works, or cannot tell."""
+        """Returns the error of `tfring.errors` that broke this engine; None if it works or cannot tell."""
         return None
 
-    def abort(self, failure: BaseException) -> None:  # noqa: B027  an engine need not know how
+    def abort(self, failure: BaseException) -> None:  # noqa: B027  optional for an engine
         """Breaks this engine on all ranks after a failure elsewhere, so that no rank waits in it in vain."""
 
     def tell_raised(self, error: BaseException) -> None:  # noqa: B027  the same
-        """Tells the other ranks of an error of this rank's program, so that those without one do not wait."""
+        """Reports an error of this rank's program to the other ranks, so that those without one do not wait."""
 
     @property
     def needs_fixed_shapes(self) -> bool:
@@ -237,7 +239,7 @@ class Collectives(abc.ABC):
 
 
 class LocalCollectives(Collectives):
-    """One process alone: every collective is the identity."""
+    """The engine of a single process: every collective is the identity."""
 
     rank = 0
     world_size = 1
@@ -268,7 +270,7 @@ class LocalCollectives(Collectives):
         active: tf.Tensor | None = None,
         reduction: str = "auto",
     ) -> Any:
-        # What is on a GPU stays there, and training alone does not need the compiled ring.
+        # Tensors on a GPU stay there, and training in one process does not need the compiled ring.
         if library.OPS.exists() and not tf.config.list_logical_devices("GPU"):
             from tfring.ring import ops
 
@@ -319,7 +321,7 @@ class LocalCollectives(Collectives):
 
 
 class RingCollectives(Collectives):
-    """The compiled ring (`tfring/ring/native`)."""
+    """The engine of the compiled ring (`tfring/ring/native`)."""
 
     def __init__(self, communicator: Communicator) -> None:
         from tfring.ring import ops
@@ -337,7 +339,7 @@ class RingCollectives(Collectives):
         return getattr(self._ops, kind)(self.communicator, *values, name=name, **settings)
 
     def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
-        # From NumPy: a tenth of what an operation of TensorFlow's takes.
+        # With NumPy: a tenth of the time of a TensorFlow operation.
         return self.communicator.all_reduce(np.array(numbers, np.int64), "max", name=name).tolist()
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:

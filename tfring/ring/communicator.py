@@ -36,18 +36,18 @@ _log = logging.getLogger("tfring")
 class Communicator:
     """A rank's membership in one ring.
 
-    All ranks call the same collectives in the same order. Ranks that do not get a `MismatchError` that names
-    both calls. After any error the communicator cannot be used any more.
+    All ranks must call the same collectives in the same order. If they do not, they raise a `MismatchError` that names
+    both calls. After any error the communicator can no longer be used.
 
-    Collectives take a NumPy array (or what `np.asarray` takes) and return a new one; given TensorFlow tensors
-    they return TensorFlow tensors, and work inside `tf.function` (see `tfring.ring.ops`).
+    Collectives accept a NumPy array (or anything that `np.asarray` accepts) and return a new one. Given TensorFlow
+    tensors, they return TensorFlow tensors and work inside `tf.function` (see `tfring.ring.ops`).
 
     Attributes:
-      rank: This process, from 0 to `world_size - 1`.
+      rank: Rank of this process, from 0 to `world_size - 1`.
       world_size: Number of processes in the ring.
-      name: Tells apart rings of the same processes.
-      ranks: The ranks of a group, as the communicator it comes from at first counts them.
-      handle: The number by which native ops know this communicator.
+      name: Name of the ring, which distinguishes rings of the same processes.
+      ranks: The ranks of this group in the communicator that `connect` returned.
+      handle: The number that identifies this communicator to native ops.
 
     Example:
         >>> from tfring.cluster.cluster import Cluster
@@ -68,13 +68,13 @@ class Communicator:
         self._world = world
         self._num_splits = itertools.count()
         self._core = library.core()
-        # At the latest when nothing refers to this communicator or one of its groups any more, or the process ends.
+        # Closes once nothing refers to this communicator or one of its groups, or the process ends, at the latest.
         owner = world if world.handle == handle else self
         self._close = weakref.finalize(owner, self._core.tfring_close, handle)
 
     @property
     def order(self) -> int:
-        """Counts the communicators of this process, a group as the one it comes from; see `tfring.ring.ops`."""
+        """Returns the number of this communicator in this process, shared with its groups; see `tfring.ring.ops`."""
         return self._world.order
 
     @order.setter
@@ -88,8 +88,7 @@ class Communicator:
 
     @property
     def transport(self) -> tuple[str, ...]:
-        """Returns the transports to the next and previous rank, e.g. `("shm", "tcp")`; empty if alone.
-        """
+        """Returns the transports to the next and previous rank, e.g. `("shm", "tcp")`; empty for a single rank."""
         if self.world_size < 2 or self.rank < 0:
             return ()
         order = self._layout().order
@@ -99,7 +98,7 @@ class Communicator:
 
     @property
     def algorithms(self) -> list[tuple[int | None, str]]:
-        """Returns `(most bytes, algorithm)` of `all_reduce`, None for no limit; see `tfring.ring.schedule`."""
+        """Returns pairs `(most bytes, algorithm)` of `all_reduce`; None: no limit. See `tfring.ring.schedule`."""
         return schedule.all_reduce_choices(self.world_size, self._layout().local_size, self._world.algorithm)
 
     @classmethod
@@ -114,26 +113,28 @@ class Communicator:
         stall_warning_seconds: float | None = None,
         beside: Communicator | None = None,
     ) -> Communicator:
-        """Joins the ring of this name; returns when all ranks have.
+        """Joins the ring of this name. Blocks until all ranks have joined.
 
         Args:
-          cluster: A `tfring.cluster.Cluster`; `rank`, `world_size`, `addresses` and `listen_fd` do.
-          name: The same on all ranks. Processes may form several rings, one after the other or at once.
-          transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm".
-            Default: `TFRING_TRANSPORT`, else "auto".
-          timeout_seconds: How long a collective waits for a rank that is alive, but busy elsewhere. Default:
-            `TFRING_TIMEOUT_SECONDS`, else 600. One that gives no sign of life is lost after
-            `TFRING_LOST_SECONDS`, else 15; one that died, at once.
-          connect_timeout_seconds: How long to wait for all ranks. Default:
-            `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
-          stall_warning_seconds: After how long a wait for a rank that is alive is warned of. Default:
-            `TFRING_STALL_WARNING_SECONDS`, else 30.
-          beside: A ring of the same processes: when it breaks, this one cannot form.
+          cluster: A `tfring.cluster.Cluster`, or an object with `rank`, `world_size`, `addresses` and `listen_fd`.
+          name: Name of the ring, the same on all ranks. Processes may form several rings, one after the other or
+            concurrently.
+          transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm". Defaults to
+            `TFRING_TRANSPORT`, or "auto" if that is not set.
+          timeout_seconds: Time that a collective waits for a rank that is alive but busy elsewhere. Defaults to
+            `TFRING_TIMEOUT_SECONDS`, or 600 if that is not set. A rank that gives no sign of life is lost after
+            `TFRING_LOST_SECONDS` (15 if not set); a rank that died is lost at once.
+          connect_timeout_seconds: Time to wait for all ranks. Defaults to `TFRING_CONNECT_TIMEOUT_SECONDS`, or 300
+            if that is not set.
+          stall_warning_seconds: Time after which a wait for a rank that is alive logs a warning. Defaults to
+            `TFRING_STALL_WARNING_SECONDS`, or 30 if that is not set.
+          beside: Another ring of the same processes. If it breaks, this ring cannot form.
 
         Raises:
-          RendezvousError: Ranks did not answer in time; names them. At once where one that was connected has gone.
-          NativeLibraryError: The compiled ring cannot be used.
-          ConfigurationError: An argument or a `TFRING_*` variable is not legal.
+          RendezvousError: If ranks did not answer in time (the message names them), or at once if a rank that had
+            connected has gone.
+          NativeLibraryError: If the compiled ring cannot be used.
+          ConfigurationError: If an argument or a `TFRING_*` variable is not valid.
         """
         core = library.core()
         transport = config.read("TFRING_TRANSPORT") if transport is None else transport
@@ -167,7 +168,7 @@ class Communicator:
             timeout_seconds=timeout_seconds,
             stall_seconds=stall_warning_seconds,
             lost_seconds=config.read("TFRING_LOST_SECONDS"),
-            # Ranks that know who is missing say so when their own time is over.
+            # Ranks that know which rank is missing report it when their own timeout expires.
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,
         )
         places = [numbers[host] for host in hosts]
@@ -199,17 +200,17 @@ class Communicator:
     def group(self, ranks: Sequence[int], name: str) -> Communicator:
         """Returns a communicator over some of this communicator's ranks.
 
-        The ranks of a group call this alike and in the same order; the others need not call it. Groups share
-        the links, threads, failures and the order of calls of the communicator they come from: a process is in one
-        call at a time, so all ranks call the collectives of overlapping groups in one order. What should run at the
-        same time is a communicator of its own (`connect`).
+        All ranks of a group must make the same calls of this method in the same order; other ranks need not call it.
+        Groups share the links, threads, failures and the order of calls of the communicator they come from: a process
+        runs one call at a time, so all ranks must call the collectives of overlapping groups in one order. To run
+        collectives at the same time, use separate communicators (`connect`).
 
         Args:
-          ranks: Of this communicator; in the group they count from 0 in this order.
-          name: The same on all of them; tells groups of the same ranks apart.
+          ranks: Ranks of this communicator. In the group they are numbered from 0 in this order.
+          name: Name of the group, the same on all its ranks. Distinguishes groups of the same ranks.
 
         Returns:
-          The group. A process that is not in it cannot call its collectives; its `rank` is -1.
+          A `Communicator`. A process that is not in the group cannot call its collectives; its `rank` there is -1.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -234,15 +235,15 @@ class Communicator:
         return made
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
-        """Divides the ranks into groups; a collective, as MPI_Comm_split.
+        """Divides the ranks into groups, as MPI_Comm_split does. This is a collective.
 
         Args:
-          color: Ranks of the same number form a group; None for none.
-          key: Their order in it; where keys are equal, that of their ranks.
-          name: Of the groups.
+          color: Ranks with the same number form a group. None: this rank joins no group.
+          key: Determines the order of the ranks in a group. Ranks with equal keys are ordered by rank.
+          name: Name of the groups.
 
         Returns:
-          The group of this rank, or None without a color.
+          The group of this rank, or None if `color` is None.
         """
         mine = np.array([[color is not None, 0 if color is None else color, key]], np.int64)
         all_of_them = self.all_gather(mine, name=name).tolist()
@@ -266,25 +267,25 @@ class Communicator:
 
         Args:
           value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
-            dtype. bool has max (any) and min (all) only, complex numbers have sum and product. Integers
-            wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
-            rank after the first (small arrays once in all). NaN wins over any number.
+            dtype. bool supports only max (any) and min (all), complex numbers support only sum and product. Integers
+            wrap around. float16 and bfloat16 are computed in float32 and rounded at most once for each
+            rank after the first (small arrays: once in total). NaN takes precedence over any number.
           op: "sum", "max", "min" or "product".
-          out: NumPy arrays to write to, as `numpy.add` takes them: `value` itself, or of its shape and dtype. With
-            large arrays half the time is the kernel's, which clears new memory. Default: new arrays.
-          compression: "bfloat16" or "float16": what float32 travels as, in half the bytes. Sums are made in float32
-            of contributions each rounded once, and are rounded once themselves: the result is within u * (|sum| +
-            sum of all |contributions|) of the exact one, where u is 2**-8 for bfloat16 and 2**-11 for float16
-            (whose largest number is 65504, and whose smallest steps are of 6e-8). What is small (64 kB in all
-            ranks) travels as it is. Default: None, float32.
-          name: What to call it in errors; the same on all ranks. Default: "all_reduce".
+          out: NumPy arrays to write to, as in `numpy.add`: `value` itself, or arrays of its shape and dtype. For large
+            new arrays, half of the time is spent in the kernel, which clears the memory. Defaults to new arrays.
+          compression: "bfloat16" or "float16", the dtype in which float32 is sent, in half the bytes. Sums are
+            computed in float32 from contributions that are rounded once each, and the sums are rounded once: the
+            result is within u * (|sum| + sum of all |contributions|) of the exact one, where u is 2**-8 for bfloat16
+            and 2**-11 for float16 (the largest number of float16 is 65504, and its smallest step is 6e-8). Small
+            values (64 kB over all ranks) are sent without compression. Defaults to None, no compression.
+          name: Name of the call in errors, the same on all ranks. Defaults to "all_reduce".
 
         Returns:
-          As `value`; `out` where it is given.
+          An array or tensor, or a list of them, as `value`; or `out` if given.
 
         Raises:
-          MismatchError, PeerLostError, CollectiveTimeoutError: See there.
-          ValueError: This call cannot be, such as `out` of another shape; nothing was sent.
+          MismatchError, PeerLostError, CollectiveTimeoutError: See `tfring.errors`.
+          ValueError: If the arguments are not valid, such as `out` of another shape. Nothing was sent.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -306,23 +307,23 @@ class Communicator:
     def plan_all_reduce(
         self, value: Any, op: str = "sum", *, out: Any = None, compression: str | None = None, name: str | None = None
     ) -> Callable[[], Any]:
-        """Returns a function that calls `all_reduce` with these arguments, which are checked here and once.
+        """Returns a function that calls `all_reduce` with these arguments, which are checked once, here.
 
-        For loops over small arrays, as MPI_Allreduce_init is. A rank that calls it and one that calls `all_reduce` with
-        the same arguments take part in the same collective.
+        It is meant for loops over small arrays, like MPI_Allreduce_init. A rank that calls the function and a rank that
+        calls `all_reduce` with the same arguments take part in the same collective.
 
         Args:
-          value: As of `all_reduce`; NumPy arrays alone, which each call reads where they are.
-          op: As of `all_reduce`.
-          out: As of `all_reduce`. Default: new arrays, the same for each call.
-          compression: As of `all_reduce`.
-          name: As of `all_reduce`.
+          value: See `all_reduce`. Only NumPy arrays, which each call reads in place.
+          op: See `all_reduce`.
+          out: See `all_reduce`. Defaults to new arrays, the same for each call.
+          compression: See `all_reduce`.
+          name: See `all_reduce`.
 
         Returns:
-          A function without arguments that returns `out`, and raises what `all_reduce` does.
+          A function without arguments that returns `out` and raises the errors of `all_reduce`.
 
         Raises:
-          ValueError: Arguments that `all_reduce` does not take, or arrays that a call could not read where they are.
+          ValueError: If `all_reduce` does not accept the arguments, or a call could not read an array in place.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -339,24 +340,24 @@ class Communicator:
         )
 
     def reduce(self, value: Any, root: int = 0, op: str = "sum", *, name: str | None = None) -> Any:
-        """As `all_reduce`, for one rank only: zeros on the others."""
+        """Reduces like `all_reduce`, but only the root gets the result. The other ranks get zeros."""
         if is_tensorflow(value):
             return _ops().reduce(self, value, root, op, name=name or "reduce")
         make = np.empty_like if self.rank == root else np.zeros_like
         return arrays.run(self, "reduce", value, make, op=op, root=root, name=name)
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """Reduces as `all_reduce` and returns this rank's share of the rows.
+        """Reduces like `all_reduce` and returns this rank's share of the rows.
 
         Args:
-          value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
-            rows, world_size)` says who gets which rows; where `world_size` does not divide them, the first
-            ranks get one more.
+          value: Array or tensor of shape `[rows, ...]`, of the same shape and dtype on all ranks, or a list of them.
+            `schedule.chunk_bounds(rows, world_size)` gives the rows of each rank. If `world_size` does not divide the
+            number of rows, the first ranks get one more.
           op: "sum", "max", "min" or "product".
-          name: What to call it in errors. Default: "reduce_scatter".
+          name: Name of the call in errors. Defaults to "reduce_scatter".
 
         Returns:
-          `[rows of this rank, ...]`.
+          An array or tensor of shape `[rows of this rank, ...]`, or a list of them.
         """
         if is_tensorflow(value):
             return _ops().reduce_scatter(self, value, op, name=name or "reduce_scatter")
@@ -371,35 +372,35 @@ class Communicator:
         """Sends the root's value to all ranks.
 
         Args:
-          value: Of the same shape and dtype on all ranks; only the root's content counts.
-          root: The rank whose value it is.
-          name: What to call it in errors. Default: "broadcast".
+          value: Array or tensor of the same shape and dtype on all ranks. Only the root's content is used.
+          root: The rank that sends its value.
+          name: Name of the call in errors. Defaults to "broadcast".
         """
         if is_tensorflow(value):
             return _ops().broadcast(self, value, root, name=name or "broadcast")
         return arrays.run(self, "broadcast", value, root=root, name=name)
 
     def barrier(self, *, name: str | None = None) -> None:
-        """Returns when all ranks have called it."""
+        """Blocks until all ranks have called it."""
         arrays.barrier(self, name=name or "barrier")
 
     def all_gather(self, value: Any, *, name: str | None = None) -> Any:
         """Concatenates the rows of all ranks, in rank order.
 
         Args:
-          value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
-            dimensions not. Or a list of such.
-          name: What to call it in errors. Default: "all_gather".
+          value: Array or tensor of shape `[rows, ...]`, or a list of them. The number of rows may differ between
+            ranks; the dtype and the other dimensions may not.
+          name: Name of the call in errors. Defaults to "all_gather".
 
         Returns:
-          `[rows of rank 0 + rows of rank 1 + ..., ...]`.
+          An array or tensor of shape `[rows of rank 0 + rows of rank 1 + ..., ...]`, or a list of them.
         """
         if is_tensorflow(value):
             return _ops().all_gather(self, value, name=name or "all_gather")
         return arrays.exchange(self, "all_gather", value, name=name)[0]
 
     def gather(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
-        """As `all_gather`, for one rank only: the others get no rows."""
+        """Concatenates like `all_gather`, but only the root gets the rows. The other ranks get no rows."""
         self._ensure_links_for_root(root)
         if is_tensorflow(value):
             return _ops().gather(self, value, root, name=name or "gather")
@@ -409,34 +410,34 @@ class Communicator:
         """Sends some of the root's rows to each rank.
 
         Args:
-          value: `[rows, ...]` on the root; on the others any number of rows, which do not matter, of the same dtype
-            and other dimensions.
-          counts: How many of the root's rows go to each rank, in rank order. Default: as `reduce_scatter`.
-          root: Whose rows they are.
-          name: What to call it in errors. Default: "scatter".
+          value: Array or tensor of shape `[rows, ...]`. On other ranks than the root it may have any number of rows,
+            which are ignored; its dtype and other dimensions must be those of the root.
+          counts: Number of the root's rows for each rank, in rank order. Defaults to the shares of `reduce_scatter`.
+          root: The rank that sends its rows.
+          name: Name of the call in errors. Defaults to "scatter".
 
         Returns:
-          `[rows for this rank, ...]`.
+          An array or tensor of shape `[rows for this rank, ...]`.
         """
         self._ensure_links_for_root(root)
         if is_tensorflow(value):
             return _ops().scatter(self, value, counts, root, name=name or "scatter")
-        counts = counts if self.rank == root else None  # the root's count
+        counts = counts if self.rank == root else None  # only the root's counts are used
         return arrays.exchange(self, "scatter", value, counts=counts, splits=True, root=root, name=name)[0]
 
     def all_to_all(self, value: Any, counts: Any = None, *, name: str | None = None) -> Any:
         """Sends some rows of every rank to every rank.
 
         Args:
-          value: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such. The
-            number of rows may differ, dtype and the other dimensions not.
-          counts: `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default: as
-            `reduce_scatter`.
-          name: What to call it in errors. Default: "all_to_all".
+          value: Array or tensor of shape `[rows, ...]`, first the rows for rank 0, then those for rank 1, and so on; or
+            a list of them. The number of rows may differ between ranks; the dtype and the other dimensions may not.
+          counts: Number of rows for each rank, of shape `[world_size]`; or a list of them if `value` is a list.
+            Defaults to the shares of `reduce_scatter`.
+          name: Name of the call in errors. Defaults to "all_to_all".
 
         Returns:
-          The rows for this rank, those of rank 0 first, and `[world_size]` how many come from each; for a list, two
-          lists.
+          A tuple of the rows for this rank, those of rank 0 first, and the number of rows from each rank, of shape
+          `[world_size]`; or a tuple of two lists.
         """
         self._ensure_links(range(self.world_size))
         if is_tensorflow(value):
@@ -447,28 +448,29 @@ class Communicator:
     def all_reduce_rows(
         self, values: Any, indices: Any, *, reduction: str = "auto", name: str | None = None
     ) -> Any:
-        """Sums over all ranks the rows that stand under ids, such as an embedding's gradients: each id once.
+        """Sums rows with equal ids over all ranks, such as an embedding's gradients. Each id is returned once.
 
-        A rank first adds up its own rows of equal ids. Then all get those of all ("gather"); or an id's rows go to the
-        rank that owns it by its hash, which adds them up and passes the sums on ("owner"). Either way the rows of an
-        id are added in the order of the ranks: the same bits, in the same order of ids, which is that of the owners and
-        of nothing else.
+        A rank first adds up its own rows with equal ids. With "gather", all ranks then get the rows of all ranks. With
+        "owner", the rows of an id are sent to the rank that owns the id by its hash, which adds them up and passes the
+        sums on. Either way the rows of an id are added in the order of the ranks: the results have the same bits and
+        the same order of ids, which depends only on the owners.
 
         Args:
-          values: `[rows, ...]`, any dtype that has a sum; the number of rows may differ from rank to rank. float16
-            and bfloat16 are added in float32 and rounded twice: on the rank, and where all are added. Or a list of
-            such, which go as one.
-          indices: `[rows]`, int32 or int64, any ids; or a list.
-          reduction: "gather", "owner", or "auto": what moved fewer bytes the last time under this name, a second
-            delay being worth 64 KiB a rank; at first, "gather". With two ranks "owner" never moves fewer.
-          name: What to call it in errors; the same on all ranks. Default: "all_reduce_rows".
+          values: Array or tensor of shape `[rows, ...]`, of any dtype that has a sum. The number of rows may differ
+            between ranks. float16 and bfloat16 are added in float32 and rounded twice: on the rank, and in the sum over
+            ranks. Or a list of them, sent as one buffer.
+          indices: int32 or int64 array or tensor of shape `[rows]`, any ids; or a list of them.
+          reduction: "gather", "owner" or "auto". "auto" uses the one that moved fewer bytes in the last call of this
+            name, where a second delay counts as 64 KiB a rank; the first call uses "gather". With two ranks "owner"
+            never moves fewer bytes.
+          name: Name of the call in errors, the same on all ranks. Defaults to "all_reduce_rows".
 
         Returns:
-          `(values, indices)` with every id that any rank has, once; or a list of such pairs.
+          A tuple `(values, indices)` with every id of any rank once, or a list of such tuples.
 
         Raises:
-          MismatchError, PeerLostError, CollectiveTimeoutError: See there.
-          ValueError: Ids that are no int32 or int64, or not one for each row; nothing was sent.
+          MismatchError, PeerLostError, CollectiveTimeoutError: See `tfring.errors`.
+          ValueError: If ids are not int32 or int64, or their number is not that of the rows. Nothing was sent.
 
         Example:
             >>> from tfring.cluster.cluster import Cluster
@@ -482,11 +484,11 @@ class Communicator:
         return where.all_reduce_rows(self, values, indices, reduction=reduction, name=name or "all_reduce_rows")
 
     def send(self, value: Any, to: int, *, name: str | None = None) -> Any:
-        """Sends a tensor to one rank, which calls `receive` with this rank, dtype and name.
+        """Sends a tensor to one rank, which must call `receive` with this rank, dtype and name.
 
-        It may return before the other rank receives, as soon as what is left fits on the way (1 MB in shared
-        memory), or wait until it does: two ranks that both send first may wait for each other. Where both have
-        something for each other, `all_to_all` in a group of the two does not.
+        It may return before the other rank receives, as soon as the rest fits into the transport's buffer (1 MB in
+        shared memory), or block until it does: two ranks that both send first may wait for each other. `all_to_all` in
+        a group of the two exchanges data in both directions without this.
         """
         self._ensure_links([to])
         where = _ops() if is_tensorflow(value) else arrays
@@ -499,12 +501,12 @@ class Communicator:
 
         Args:
           source: The rank that calls `send`.
-          dtype: Of what it sends.
-          shape: What it should be; None for any, as is None for one of its dimensions.
-          name: As of the `send`. Default: "send".
+          dtype: dtype of the array.
+          shape: Expected shape. None accepts any shape, and None as a dimension any size.
+          name: Name of the `send`. Defaults to "send".
 
         Raises:
-          MismatchError: Name, dtype or shape differ.
+          MismatchError: If name, dtype or shape differ.
         """
         self._ensure_links([source])
         return arrays.receive(self, source, dtype, shape, name=name or "send")
@@ -513,7 +515,7 @@ class Communicator:
         """Returns counters of this communicator since it was connected.
 
         Returns:
-          `bytes_sent`, `bytes_received`, `seconds_waited` (for other ranks, in collectives),
+          A dict with `bytes_sent`, `bytes_received`, `seconds_waited` (for other ranks, in collectives),
           `scratch_bytes` (held in addition to the caller's arrays) and `collectives`, the number of calls of each
           kind.
         """
@@ -529,26 +531,26 @@ class Communicator:
         }
 
     def close(self) -> None:
-        """Leaves the ring. Others still in a collective that needs this rank get a `PeerLostError`.
+        """Leaves the ring. Ranks still in a collective that needs this rank raise a `PeerLostError`.
 
-        A communicator that nothing refers to any more, and none of its groups, is closed as well. Of a group only
-        that is closed, not the communicator it comes from.
+        A communicator is also closed once nothing refers to it or to any of its groups. Closing a group does not close
+        the communicator it comes from.
         """
         if self.handle == self._world.handle:
             self._world.links.close()
         self._close()
 
     def abort(self, failure: BaseException) -> None:
-        """Breaks this ring, on all ranks, because of a failure outside it; does nothing to one that is broken."""
+        """Breaks this ring on all ranks because of a failure outside it. Does nothing if the ring is already broken."""
         self._core.tfring_abort(self.handle, library.describe(failure))
 
     def tell_raised(self, error: BaseException) -> None:
         """Tells the other ranks that the program raised an error on this one.
 
-        Those that wait for this rank's next call get a `PeerLostError` with its first line, unless they raise one
-        there, too.
+        Ranks that wait for this rank's next call raise a `PeerLostError` with the first line of the error, unless their
+        own program raises an error there as well.
         """
-        # TensorFlow's errors begin with where the operation stands in the program.
+        # TensorFlow's errors begin with the location of the operation in the program.
         where = ("Graph execution error:", "Detected at node", "<stack traces unavailable>", " ", "\t")
         lines = [line for line in str(error).splitlines() if line and not line.startswith(where)]
         text = ": ".join([type(error).__name__, *lines[:1]])
@@ -557,7 +559,7 @@ class Communicator:
     def failure(self) -> BaseException | None:
         """Returns the `MismatchError`, `PeerLostError` or `CollectiveTimeoutError` that broke this ring, or None.
 
-        KeyboardInterrupt where Ctrl-C ended a collective of this rank.
+        Returns a KeyboardInterrupt if Ctrl-C ended a collective of this rank.
         """
         error = library.Error()
         return library.error_of(error) if self._core.tfring_failure(self.handle, error) else None
@@ -583,9 +585,9 @@ class Communicator:
             self._ensure_links(range(self.world_size))
 
     def _ensure_links(self, members: Iterable[int]) -> None:
-        """Ensures links to these members of the group; they call this as well."""
+        """Ensures links to these members of the group, which must call this as well."""
         if self.rank < 0:
-            return  # the call will be refused
+            return  # the core will reject the call
         wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
         self._world.links.connect(wanted - {self._world.rank}, self.failure)
 
@@ -604,7 +606,7 @@ class _World:
 
 
 def _num_spins(cluster: Cluster) -> int:
-    """Returns the polls of shared memory before sleeping: none where ranks of this host share cores."""
+    """Returns the number of polls of shared memory before sleeping: 0 if ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
     return 1000 if ranks <= available_cpus() else 0
 
@@ -617,7 +619,7 @@ def _ops() -> Any:
 
 
 def is_tensorflow(value: Any) -> bool:
-    """Returns True if TensorFlow made this value, or the first of this list. Never imports TensorFlow."""
+    """Returns True if this value, or the first of a list, is TensorFlow's. Does not import TensorFlow."""
     if "tensorflow" not in sys.modules:
         return False
     if isinstance(value, (list, tuple)) and value:
@@ -630,14 +632,14 @@ def is_tensorflow(value: Any) -> bool:
 
 
 def _identity(cluster: Cluster, name: str) -> int:
-    """Returns a number that tells rings apart, the same on all ranks of one."""
+    """Returns a number that identifies a ring, the same on all its ranks."""
     digest = hashlib.sha256("\n".join((name, *cluster.addresses)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
-@functools.cache  # once a process; a forked child has a cache of its own, see below
+@functools.cache  # once a process; a forked child clears its cache, see below
 def _log_warnings() -> None:
-    """Logs what the core finds worth telling, such as the name of a rank that all wait for."""
+    """Logs the warnings of the core, such as the name of a rank that all others wait for."""
 
     def log_for_ever() -> None:
         line = ctypes.create_string_buffer(_WARNING_BYTES)

@@ -1,8 +1,9 @@
-"""Encrypts connections for data by TLS 1.3, with the OpenSSL that Python's `ssl` uses, else the system's.
+"""Encrypts data connections by TLS 1.3, with the OpenSSL that Python's `ssl` uses, or the system's otherwise.
 
-Both ranks prove that they know a key, which is the job's secret with the name of this one connection: no certificates
-are needed, and a connection that is diverted to another rank is not taken. The keys of the data come from an ephemeral
-Diffie-Hellman exchange, so what was recorded stays secret if the job's secret becomes known (RFC 8446, psk_dhe_ke).
+Both ranks prove that they know a key, derived from the job's secret and the name of this one connection: no
+certificates are needed, and a connection that is diverted to another rank is rejected. The keys of the data come from
+an ephemeral Diffie-Hellman exchange, so recorded data stays secret if the job's secret becomes known later (RFC 8446,
+psk_dhe_ke).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tfring.ring import library
 
 
 def is_wanted(key: bytes) -> bool:
-    """Returns whether connections are to be encrypted.
+    """Returns True if connections must be encrypted.
 
     Args:
-      key: The secret of the job, or nothing.
+      key: The secret of the job, or empty bytes.
 
     Raises:
-      ConfigurationError: They are, and cannot be.
+      ConfigurationError: If they must be encrypted and cannot be.
     """
     if not config.read("TFRING_ENCRYPT"):
         return False
@@ -45,20 +46,20 @@ def is_wanted(key: bytes) -> bool:
 
 
 def encrypt(connection: socket.socket, key: bytes, session: str, *, accepts: bool, seconds: float) -> int:
-    """Encrypts a connection, over which nothing was sent yet, once the other side calls this, too.
+    """Encrypts a connection over which nothing has been sent yet, once the other side calls this as well.
 
     Args:
-      connection: For data; it does not block from here on.
+      connection: The data connection. It becomes non-blocking.
       key: The secret of the job.
       session: The name of the link, which both ranks know and no other link has.
-      accepts: True on one of both sides.
-      seconds: How long the other side may take.
+      accepts: Whether this is the accepting side, True on exactly one of the two sides.
+      seconds: Time that the other side may take.
 
     Returns:
-      A handle for `tfring_link` of native/core.h; `tfring_tls_close` releases it.
+      A handle for `tfring_link` of native/core.h, which `tfring_tls_close` releases.
 
     Raises:
-      ConnectionError: The other side has another key, or another program is there.
+      ConnectionError: If the other side has another key, or is another program.
     """
     of_link = hmac.digest(key, b"tfring tls " + session.encode(), "sha256")
     error = library.Error()
@@ -72,7 +73,7 @@ def encrypt(connection: socket.socket, key: bytes, session: str, *, accepts: boo
 
 @functools.cache
 def _openssl() -> str:
-    """Returns a file that has OpenSSL's functions or links to one that has; empty if there is none."""
+    """Returns a file that has OpenSSL's functions or is linked to one that has them; "" if there is none."""
     import _ssl
 
     for file in (getattr(_ssl, "__file__", None), ctypes.util.find_library("ssl")):

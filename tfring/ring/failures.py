@@ -1,4 +1,4 @@
-"""A failure of a collective as the user reads it: tfring's error and its one sentence, then TensorFlow's."""
+"""Failures of collectives as the user reads them: tfring's error and its one sentence, then TensorFlow's error."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, 
 from tfring.ring.collectives import Collectives
 from tfring.ring.ops import raise_interrupt, rings_of
 
-_PLACED = "_tfring_placed"  # of an error that tells the places of its ranks
+_PLACED = "_tfring_placed"  # attribute of an error whose message has the places of its ranks
 
 
 @contextlib.contextmanager
 def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
-    """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
+    """Raises the failure that broke one of these channels, from the error in which TensorFlow reports it.
 
-    The other channels break with it: a rank may wait there for one that has left its step. Where none is broken, an
-    error of the program passes, which the other ranks learn of.
+    The other channels are broken as well: a rank may wait there for one that has left its step. If no channel is
+    broken, an error of the program is passed on, and the other ranks learn of it.
 
     Args:
       channels: The rings of a strategy.
-      mesh: Its mesh: where ranks have parts of a model, the error tells which, of those it names.
+      mesh: The mesh of the strategy. If ranks hold parts of a model, the error tells the parts of the ranks it names.
 
     Raises:
-      MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+      MismatchError, PeerLostError, CollectiveTimeoutError: See `tfring.errors`.
     """
     try:
         with _told_to_others(channels):
@@ -37,12 +37,12 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
         if not failures:
             raise
         told = [failure for ring, failure in failures.items() if ring in rings_of(error)]
-        # Where several channels broke, a disagreement is the cause and a lost rank may be its consequence.
+        # If several channels broke, a disagreement is the cause and a lost rank may be its consequence.
         found = told or failures.values()
         cause = min(found, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
         for channel in channels:
             channel.abort(cause)
-        if not told:  # another operation failed, and its step's collectives were given up
+        if not told:  # another operation failed, and the collectives of its step were cancelled
             raise
         raise _placed(cause, mesh) from error
     except (PeerLostError, CollectiveTimeoutError) as error:  # of an eager collective
@@ -67,7 +67,7 @@ def _told_to_others(channels: Sequence[Collectives]) -> Iterator[None]:
 
 
 def _placed(failure: BaseException, mesh: Mesh) -> BaseException:
-    """The failure, with the places of the ranks that it names."""
+    """Returns the failure with the places of the ranks that it names."""
     if mesh.is_data_only:
         return failure
     if not isinstance(failure, TfringError) or failure.rank is None or hasattr(failure, _PLACED):

@@ -1,4 +1,4 @@
-"""The compiled core, as Python sees it: structures, functions, errors."""
+"""Python bindings of the compiled core: structures, functions, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABI_VERSION = 17
 def _directory() -> pathlib.Path:
     """Returns the folder of the compiled libraries.
 
-    In a checkout that is not built, which hides the installed package of the same version, it is that package's.
+    A checkout that is not built hides the installed package of the same version; then the folder is that package's.
     """
     own = pathlib.Path(__file__).parent / "native"
     if not (own / "libtfring_core.so").exists():
@@ -36,14 +36,14 @@ CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
 
 MOST_KINDS = 32
-MARK = 255  # the kind of a record that is no collective's
-UNWANTED = 2  # what a receive says of a shape it does not want
-ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
+MARK = 255  # the kind of a record that does not belong to a collective
+UNWANTED = 2  # the answer of a receive to a shape that it does not expect
+ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # the caller that waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4, "halving": 7}
 ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
-ROOTED = {"flat": 1, "ring": 3, "tree": 8}  # of a broadcast or a reduce, which none chooses
+ROOTED = {"flat": 1, "ring": 3, "tree": 8}  # of a broadcast or a reduce, not selectable
 ALGORITHM_NAMES = {number: name for name, number in {**ALGORITHMS, **ROW_SUMS, **ROOTED}.items()}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
 OPERATION_NAMES = "sum, max, min or product"  # in errors
@@ -71,7 +71,7 @@ COMPRESSIONS = ("bfloat16", "float16")
 
 
 def compression_number(compression: str | None) -> int:
-    """Returns the core's number for a compression; 0 for None.
+    """Returns the core's number of a compression; 0 for None.
 
     >>> compression_number("bfloat16")
     14
@@ -84,7 +84,7 @@ def compression_number(compression: str | None) -> int:
 
 
 def row_sums_number(reduction: str) -> int:
-    """Returns the core's number for an algorithm of a sum of rows.
+    """Returns the core's number of an algorithm for a sum of rows.
 
     >>> row_sums_number("owner")
     6
@@ -195,7 +195,7 @@ class Record(ctypes.Structure):
 
 
 class _Python(ctypes.Structure):
-    """CPython's functions, by the names of `tfring_python` in core.h."""
+    """The functions of CPython that `tfring_python` in core.h has, by their names."""
 
     _FUNCTIONS = (
         "PyGILState_Ensure",
@@ -209,7 +209,7 @@ class _Python(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in _FUNCTIONS), ("interrupt_raises", ctypes.CFUNCTYPE(ctypes.c_int))]
 
 
-# context, numbers (rows [world_size][tensors], or dimensions) and their count, outputs [tensors], placed
+# Arguments: context, numbers (rows [world_size][tensors], or dimensions) and their count, outputs [tensors], placed.
 Place = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,
@@ -225,7 +225,7 @@ def core() -> ctypes.CDLL:
     """Returns the loaded core.
 
     Raises:
-      NativeLibraryError: It is not there, cannot be loaded, or belongs to another tfring.
+      NativeLibraryError: If it is missing, cannot be loaded, or belongs to another version of tfring.
     """
     if not CORE.exists():
         raise errors.NativeLibraryError(
@@ -247,15 +247,15 @@ def core() -> ctypes.CDLL:
         )
     _declare(library)
     _lend_python(library)
-    # When Python ends, after all communicators are closed: a daemon thread may be about to join a ring, where the core
-    # would call functions of a Python that is gone.
+    # Runs when Python ends, after all communicators are closed: a daemon thread may be about to join a ring, and
+    # the core would then call functions of a Python that no longer exists.
     weakref.finalize(library, library.tfring_end)
     return library
 
 
 @functools.cache
 def kinds() -> tuple[str, ...]:
-    """Returns the collectives by their numbers, as the core has them.
+    """Returns the names of the collectives, indexed by their numbers in the core.
 
     >>> kinds()[0]
     'all_reduce'
@@ -305,7 +305,7 @@ def _interrupt_raises() -> int:
 
 
 def _lend_python(library: ctypes.CDLL) -> None:
-    """Gives the core what it needs to notice Ctrl-C while a collective waits."""
+    """Gives the core the functions that it needs to notice Ctrl-C while a collective waits."""
     python = _Python(interrupt_raises=_interrupt_raises)
     for name in _Python._FUNCTIONS:
         setattr(python, name, ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p))
@@ -323,7 +323,7 @@ def _raise_again() -> ctypes._FuncPointer:
 
 
 def raise_error(error: Error) -> None:
-    """Raises what a failed call left in `error`."""
+    """Raises the error that a failed call left in `error`."""
     if error.code == INTERRUPTED:
         _raise_again()()
     raise error_of(error)
@@ -341,7 +341,7 @@ _KINDS: dict[int, type[BaseException]] = {
 
 
 def error_of(error: Error) -> BaseException:
-    """Returns the exception for what a failed call, or a broken ring, left in `error`."""
+    """Returns the exception of the error that a failed call, or a broken ring, left in `error`."""
     message = error.message.decode(errors="replace")
     kind = _KINDS.get(error.code, errors.TfringError)
     if not issubclass(kind, errors.TfringError):
@@ -350,14 +350,14 @@ def error_of(error: Error) -> BaseException:
 
 
 def about(error: Error) -> dict[str, Any]:
-    """Returns the reason and what it concerns, as arguments of a TfringError."""
+    """Returns the reason, the ranks and the call of an error as arguments of a TfringError."""
     reason = errors.Reason(error.reason) if error.reason else None
     rank, other = (None if number < 0 else number for number in (error.rank, error.other))
     return {"reason": reason, "rank": rank, "other": other, "call": error.call.decode(errors="replace")}
 
 
 def describe(failure: BaseException, message: str | None = None) -> Error:
-    """Returns an exception as the core takes it, and other ranks see it; the inverse of `error_of`."""
+    """Returns an exception in the form of the core, in which other ranks see it; the inverse of `error_of`."""
     code = next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)
     reason, rank, other = (getattr(failure, name, None) for name in ("reason", "rank", "other"))
     if isinstance(failure, KeyboardInterrupt):

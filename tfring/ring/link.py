@@ -1,4 +1,4 @@
-"""A link: connections and mailboxes between two ranks, from the rendezvous until the native code adopts them."""
+"""Links: connections and mailboxes between two ranks, from the rendezvous until the native code adopts them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 @dataclasses.dataclass
 class Link:
-    """A link to rank `rank`. It owns its descriptors; -1 stands for none."""
+    """A link to rank `rank`. It owns its descriptors; -1 means none."""
 
     rank: int
     control: socket.socket
     data: socket.socket | None = None
-    own: mailbox.Mailbox | None = None  # which the peer writes into
+    own: mailbox.Mailbox | None = None  # the peer writes into it
     mailbox_fd: int = -1
     doorbell_fd: int = -1
-    tls: int = 0  # of encryption.encrypt
+    tls: int = 0  # handle of encryption.encrypt
 
     @property
     def transport(self) -> str:
@@ -62,7 +62,7 @@ class Link:
         )
 
     def send_failure(self, why: library.Error) -> None:
-        """Tells the peer, which tells the others, why this rank gives up, so that no rank waits in vain."""
+        """Tells the peer why this rank gives up. The peer tells the others, so that no rank waits in vain."""
         library.core().tfring_send_abort(self.control.fileno(), why)
         self.close()
 
@@ -78,7 +78,7 @@ class Link:
         """Raises if the peer has given up.
 
         Raises:
-          RendezvousError: With its reason.
+          RendezvousError: If the peer has given up, with its reason.
         """
         try:
             frame = self.control.recv(_CONTROL_FRAME.size, _PEEK)
@@ -95,10 +95,10 @@ class Link:
 
 
 def data_connection() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a TCP connection within this host, of which one is to be handed over.
+    """Returns two ends of a TCP connection within this host; one of them is handed over to a peer.
 
     Raises:
-      OSError: The system gives none.
+      OSError: If the system provides none.
     """
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
         one = socket.create_connection(listener.getsockname(), _CONNECT_SECONDS)
@@ -118,10 +118,10 @@ def data_connection() -> tuple[socket.socket, socket.socket]:
 
 
 def adopt_data_connection(fds: list[int]) -> socket.socket:
-    """The end that was handed over, which leaves the list.
+    """Returns the connection that was handed over and removes it from the list.
 
     Raises:
-      WireError: It is something else.
+      WireError: If the list holds anything other than one TCP connection.
     """
     if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
         raise wire.WireError("no connection for the data")

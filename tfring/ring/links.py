@@ -1,4 +1,4 @@
-"""The links of one rank in one ring: those it is opened with, and those that a pair of ranks first needs later.
+"""The links of one rank in one ring: those made when the ring opens, and those that a pair of ranks needs later.
 
     rank r, in a call that needs a link to rank q         rank q, whatever it computes
        │ hello, link ───────────────────────────────────────► │     a thread of its process answers
@@ -6,7 +6,7 @@
        │                         ...                          │
     both add the link to the open ring
 
-Where two ranks need each other at the same time, the higher one's attempt counts.
+If two ranks need each other at the same time, the attempt of the higher rank counts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tfring.ring.link import Link
 from tfring.transport import handshake, wire
 from tfring.transport.listener import Connection, Listener
 
-_SLICE_SECONDS = 0.1  # between looks at what else may have happened
+_SLICE_SECONDS = 0.1  # between checks for other events
 _OPENING_SECONDS = 10.0
 _NEVER_SECONDS = 1e6
-_REASON_SECONDS = 1.0  # in which this rank learns what broke the ring, if another rank reports it instead of a link
+_REASON_SECONDS = 1.0  # for this rank to learn what broke the ring, if another rank reports that instead of a link
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Links:
     """The links of one rank in one ring.
 
     Attributes:
-      transports: Of each rank with a link, "shm" or "tcp".
+      transports: A dict that maps each rank with a link to "shm" or "tcp".
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Links:
         self._timeout_seconds = timeout_seconds
         self._host_names = host_names
         self._handle = 0  # of the open ring
-        self._dialing = -1  # the rank with which this one connects,
-        self._answering = -1  # and the one whose connection it takes
+        self._dialing = -1  # the rank to which this one connects
+        self._answering = -1  # the rank from which this one takes a connection
         self._is_closed = False
-        self._one_thread = threading.Lock()  # held while a thread of the user's connects
+        self._one_thread = threading.Lock()  # held while a thread of the user connects
         self._changed = threading.Condition()
 
     def form(self, ranks: Collection[int], broken: Callable[[], BaseException | None] | None) -> Any:
@@ -74,17 +74,17 @@ class Links:
         return (library.Link * len(detached))(*detached)
 
     def serve(self) -> None:
-        """Answers ranks that need a link to this one, from now on."""
+        """Starts to answer ranks that need a link to this one."""
         _serve(self._cluster, self._name, self)
 
     def opened(self, handle: int) -> None:
-        """Adds links to this open ring from now on."""
+        """Sets the open ring to which links are added from now on."""
         with self._changed:
             self._handle = handle
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Rejects ranks that need a link to this one, from now on."""
+        """Rejects ranks that need a link to this one from now on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -94,8 +94,8 @@ class Links:
         """Adds a link to each of these ranks that has none.
 
         Raises:
-          PeerLostError: A rank has left the ring.
-          RendezvousError: A rank cannot be linked; what broke the ring, where that is why.
+          PeerLostError: If a rank has left the ring.
+          RendezvousError: If a rank cannot be linked. If the ring broke, its failure is raised instead.
         """
         if ranks <= self.transports.keys():
             return
@@ -135,10 +135,10 @@ class Links:
                 self._dialing = -1
 
     def answer(self, connection: Connection) -> None:
-        """Makes the link that another rank asks for, or tells it why not."""
+        """Makes the link that another rank asks for, or tells that rank why not."""
         rank = connection.hello["rank"]
         with self._changed:
-            # The others have opened the ring, and this rank is about to.
+            # The other ranks have opened the ring, and this rank is about to.
             self._changed.wait_for(lambda: self._handle != 0 or self._is_closed, _OPENING_SECONDS)
             if self._is_closed or self._handle == 0:
                 _refuse(connection, _has_left(self._cluster.rank, self._name), final=True)
@@ -167,7 +167,7 @@ class Links:
         self.transports[link.rank] = transport
 
 
-# A thread for each listener of this process: by job and ring, whose links it answers for.
+# Each listener of this process has a thread, which answers for these links, by job and ring.
 _served: dict[Listener, weakref.WeakValueDictionary[tuple[str, str], Links]] = {}
 _served_lock = threading.Lock()
 

@@ -1,12 +1,11 @@
 """The collectives as TensorFlow ops: eagerly, inside `tf.function`, with gradients.
 
-All ranks run the same collectives of a communicator in the same order. Inside a `tf.function` that is program
-order, through `tf.cond` and `tf.while_loop` as well. Collectives of two communicators stay independent of
-each other, as long as TensorFlow has an inter-op thread for each communicator. Inside a `tf.function` errors
-arrive as TensorFlow's: InvalidArgumentError (ranks disagree), AbortedError (a rank is lost),
-DeadlineExceededError (a rank does not move); `communicator.failure()` has the same as tfring's own, which
-`fit`, `evaluate` and `predict` raise. XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own
-collectives on CPU.
+All ranks must run the same collectives of a communicator in the same order. Inside a `tf.function` this is program
+order, through `tf.cond` and `tf.while_loop` as well. Collectives of two communicators are independent of each other as
+long as TensorFlow has an inter-op thread for each communicator. Inside a `tf.function` errors are TensorFlow's:
+InvalidArgumentError (ranks disagree), AbortedError (a rank is lost), DeadlineExceededError (a rank makes no progress).
+`communicator.failure()` returns the same error as one of tfring, which `fit`, `evaluate` and `predict` raise. XLA
+(`jit_compile=True`) rejects these ops, as it rejects TensorFlow's own collectives on CPU.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from tfring.errors import ConfigurationError, NativeLibraryError
 from tfring.ring import library, order
 from tfring.ring.schedule import chunk_bounds
 
-_PAYLOAD = "tfring"  # of the status of an operation whose ring is broken: the ring's identity; native/invocation.h
+_PAYLOAD = "tfring"  # in the status of an operation with a broken ring: the ring's identity; see native/invocation.h
 Tensors: TypeAlias = tf.Tensor | Sequence[tf.Tensor]
 _log = logging.getLogger("tfring")
 _tokens: dict[int | str, tf.Tensor] = {}
-_apart = threading.local()  # .token, in `apart`
+_apart = threading.local()  # its `token` is set inside `apart`
 _lines: dict[int, order.Line] = {}  # by the handle of a communicator that has called an op with a gradient
-# The communicators each graph calls, which live as long as it does.
+# The communicators that each graph calls, kept alive as long as the graph.
 _users: weakref.WeakKeyDictionary[tf.Graph, set[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +46,7 @@ def all_reduce(
     active: tf.Tensor | None = None,
     compression: str | None = None,
 ) -> Any:
-    """Reduces tensors element-wise over all ranks; a list is sent as one buffer.
+    """Reduces tensors element-wise over all ranks. A list is sent as one buffer.
 
     Differentiable for "sum": the gradient is summed over the ranks as well.
 
@@ -55,11 +54,11 @@ def all_reduce(
       communicator: A `tfring.ring.communicator.Communicator`.
       tensors: A tensor, or a list of tensors of one dtype, of the same shapes on all ranks.
       op: "sum", "max", "min" or "product".
-      name: What to call the collective in errors; the same on all ranks.
-      active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
-        included).
-      compression: "bfloat16" or "float16": what float32 travels as; see `Communicator.all_reduce`. The gradient
-        travels alike.
+      name: Name of the collective in errors, the same on all ranks.
+      active: A bool scalar. If False, this rank contributes zeros, whatever values `tensors` hold (including NaN).
+        Defaults to None, which means True.
+      compression: "bfloat16" or "float16", the dtype in which float32 is sent; see `Communicator.all_reduce`. The
+        gradient is sent in it as well.
 
     Returns:
       A tensor, or a list of tensors.
@@ -87,7 +86,7 @@ def all_reduce(
 def reduce(
     communicator: Any, tensors: Tensors, root: int = 0, op: str = "sum", *, name: str = "reduce"
 ) -> Any:
-    """As `all_reduce`, for one rank only: zeros on the others.
+    """Reduces like `all_reduce`, but only the root gets the result. The other ranks get zeros.
 
     Differentiable for "sum": every rank's gradient is the root's.
     """
@@ -105,11 +104,11 @@ def all_gather(communicator: Any, tensor: Tensors, *, name: str = "all_gather") 
 
     Args:
       communicator: A `Communicator`.
-      tensor: `[rows, ...]`, or a list of such; the number of rows may differ from rank to rank.
-      name: What to call the collective in errors.
+      tensor: A tensor of shape `[rows, ...]`, or a list of them. The number of rows may differ between ranks.
+      name: Name of the collective in errors.
 
     Returns:
-      `[rows of all ranks, ...]`, the first dimension unknown while tracing; or a list.
+      A tensor of shape `[rows of all ranks, ...]`, with an unknown first dimension while tracing; or a list of them.
     """
     many, tensors = _as_list(tensor)
     if not tensors:
@@ -130,18 +129,18 @@ def all_reduce_rows(
     active: tf.Tensor | None = None,
     reduction: str = "auto",
 ) -> Any:
-    """Sums rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
+    """Sums rows with equal ids, each id once; see `Communicator.all_reduce_rows`. Not differentiable.
 
     Args:
       communicator: A `Communicator`.
-      values: `[rows, ...]`, or a list of such tensors, which are sent as one buffer.
-      indices: int32 or int64 `[rows]`, or a list.
-      name: What to call the collective in errors.
-      active: A bool scalar; where it is False this rank has no rows.
+      values: A tensor of shape `[rows, ...]`, or a list of them, which is sent as one buffer.
+      indices: int32 or int64 tensor of shape `[rows]`, or a list of them.
+      name: Name of the collective in errors.
+      active: A bool scalar. If False, this rank contributes no rows. Defaults to None, which means True.
       reduction: "auto", "gather" or "owner".
 
     Returns:
-      `(values, indices)`, or a list of such pairs.
+      A tuple `(values, indices)`, or a list of such tuples.
     """
     many, values = _as_list(values)
     _, indices = _as_list(indices)
@@ -158,10 +157,11 @@ def sum_rows(
     active: tf.Tensor | None = None,
     reduction: str = "auto",
 ) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
-    """As `all_reduce_rows` of lists; without a communicator, of this process alone.
+    """Sums like `all_reduce_rows`, for lists. If `communicator` is None, sums the rows of this process only.
 
     Returns:
-      Pairs of values and indices; and how many different ids of each this rank has, int64 `[len(values)]`.
+      A tuple of a list of pairs `(values, indices)`, and the number of different ids of this rank in each of
+      `indices`, int64 of shape `[len(values)]`.
     """
     if len(values) != len(indices):
         raise ValueError(f"`values` has {len(values)} tensors and `indices` {len(indices)}. Give the indices of each.")
@@ -190,10 +190,10 @@ def reduce_scatter(communicator: Any, tensor: Tensors, op: str = "sum", *, name:
 
     Args:
       communicator: A `Communicator`.
-      tensor: `[rows, ...]` of the same shape on all ranks, or a list of such of one dtype.
-        `schedule.chunk_bounds(rows, world_size)` says who gets which rows.
+      tensor: A tensor of shape `[rows, ...]`, the same on all ranks, or a list of them of one dtype.
+        `schedule.chunk_bounds(rows, world_size)` gives the rows of each rank.
       op: "sum", "max", "min" or "product".
-      name: What to call the collective in errors.
+      name: Name of the collective in errors.
     """
     many, tensors = _as_list(tensor)
     if not tensors:
@@ -211,13 +211,13 @@ def reduce_scatter(communicator: Any, tensor: Tensors, op: str = "sum", *, name:
 
 
 def gather(communicator: Any, tensor: Tensors, root: int = 0, *, name: str = "gather") -> Any:
-    """As `all_gather`, for one rank only: no rows on the others. Differentiable: the gradient is scattered."""
+    """Gathers like `all_gather`; ranks other than the root get no rows. Differentiable: the gradient is scattered."""
     results, _ = _exchange(communicator, tensor, None, "gather", name, root)
     return results
 
 
 def scatter(communicator: Any, tensor: Tensors, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
-    """Sends some of the root's rows to each rank; see `Communicator.scatter`. The gradient is gathered."""
+    """Sends some of the root's rows to each rank; see `Communicator.scatter`. Its gradient is gathered."""
     results, _ = _exchange(communicator, tensor, counts, "scatter", name, root)
     return results
 
@@ -225,30 +225,31 @@ def scatter(communicator: Any, tensor: Tensors, counts: Any = None, root: int = 
 def all_to_all(communicator: Any, tensor: Tensors, counts: Any = None, *, name: str = "all_to_all") -> tuple[Any, Any]:
     """Sends some rows of every rank to every rank.
 
-    Differentiable: the gradient goes the same way back.
+    Differentiable: the gradient is sent back the same way.
 
     Args:
       communicator: A `Communicator`.
-      tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
-      counts: Integers `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default:
-        as `reduce_scatter`.
-      name: What to call the collective in errors.
+      tensor: A tensor of shape `[rows, ...]`, first the rows for rank 0, then those for rank 1, and so on; or a list
+        of them.
+      counts: Number of rows for each rank, integers of shape `[world_size]`; or a list of them. Defaults to the shares
+        of `reduce_scatter`.
+      name: Name of the collective in errors.
 
     Returns:
-      The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a list,
-      two lists.
+      A tuple of the rows for this rank, those of rank 0 first, and the number of rows from each rank, int64 of shape
+      `[world_size]`; or a tuple of two lists.
     """
     return _exchange(communicator, tensor, counts, "all_to_all", name)
 
 
 def send(communicator: Any, tensor: tf.Tensor, to: int, *, name: str = "send") -> tf.Tensor:
-    """Sends a tensor to one rank, which calls `receive`; see `Communicator.send`.
+    """Sends a tensor to one rank, which must call `receive`; see `Communicator.send`.
 
-    Differentiable through what it returns: where that is part of a loss, the gradient of `tensor` is received from
-    the rank it was sent to, which sends it as the gradient of its `receive`.
+    Differentiable through its result: if the result is part of a loss, the gradient of `tensor` is received from the
+    rank it was sent to, which sends it as the gradient of its `receive`.
 
     Returns:
-      A receipt: float32 scalar 0.
+      A receipt, the float32 scalar 0.
 
     Example:
         Rank 0 has the first half of a model, rank 1 the second and the loss:
@@ -256,7 +257,7 @@ def send(communicator: Any, tensor: tf.Tensor, to: int, *, name: str = "send") -
             rank 0:  loss = ring.send(communicator, first(x), to=1)
             rank 1:  loss = second(ring.receive(communicator, 0, tf.float32, anchor=anchor))
 
-        where `anchor` is any float32 scalar that the tape watches; both then ask the tape for their gradients.
+        `anchor` is any float32 scalar that the tape watches. Both ranks then compute their gradients by the tape.
     """
     communicator._ensure_links([to])
     tensor = tf.convert_to_tensor(tensor)
@@ -271,10 +272,10 @@ def receive(
     Args:
       communicator: A `Communicator`.
       source: The rank that calls `send`.
-      dtype: Of what it sends.
-      shape: What it should be; None for any, as is None for one of its dimensions.
-      anchor: A float32 scalar. Where a gradient tape watches it, the gradient of what is received is sent back.
-      name: As of the `send`.
+      dtype: dtype of the tensor.
+      shape: Expected shape. None accepts any shape, and None as a dimension any size.
+      anchor: A float32 scalar. If a gradient tape watches it, the gradient of the received tensor is sent back.
+      name: Name of the `send`.
     """
     communicator._ensure_links([source])
     dtype = tf.as_dtype(dtype)
@@ -286,15 +287,15 @@ def receive(
 
 
 def broadcast(communicator: Any, tensors: Tensors, root: int = 0, *, name: str = "broadcast") -> Any:
-    """Sends the root's values to all ranks; a list is sent as one buffer.
+    """Sends the root's values to all ranks. A list is sent as one buffer.
 
     Differentiable: the root's gradient is the sum over all ranks, the others' is zero.
 
     Args:
       communicator: A `Communicator`.
       tensors: A tensor, or a list of tensors, of the same shapes and dtypes on all ranks.
-      root: The rank whose values they are.
-      name: What to call the collective in errors.
+      root: The rank that sends its values.
+      name: Name of the collective in errors.
     """
     many, tensors = _as_list(tensors)
     if not tensors:
@@ -304,17 +305,18 @@ def broadcast(communicator: Any, tensors: Tensors, root: int = 0, *, name: str =
 
 
 def barrier(communicator: Any, *, name: str = "barrier") -> Any:
-    """Waits until all ranks have come here. Returns the operation inside a graph, None eagerly."""
+    """Blocks until all ranks have called it. Returns the operation inside a graph, None eagerly."""
     return _call("barrier", communicator, name)
 
 
 def mark(name: str, communicator: Any = None, after: Sequence[tf.Tensor] = ()) -> list[Any]:
-    """Notes in the trace of this process when the program came here: once the tensors `after` are there.
+    """Records in the trace of this process when the program gets here, once the tensors `after` are computed.
 
-    With a communicator it comes between the collectives that stand around it; without, it is in no order with them.
+    With a communicator the mark is ordered between the collectives before and after it; without one, it is not ordered
+    with them.
 
     Returns:
-      What `tf.control_dependencies` takes.
+      A list for `tf.control_dependencies`.
     """
     token = _resource("marks") if communicator is None else _token(communicator)
     with tf.device("CPU:0"), tf.control_dependencies(list(after)):
@@ -349,25 +351,26 @@ def _exchange(
 
 
 def _shares(rows: tf.Tensor, size: int) -> tf.Tensor:
-    """As `schedule.chunk_bounds`, of a number known when the op runs."""
+    """Returns the sizes of `schedule.chunk_bounds` for a number that is known when the op runs."""
     return rows // size + tf.cast(tf.range(size, dtype=tf.int64) < rows % size, tf.int64)
 
 
 def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars: tf.Tensor) -> list[tf.Tensor]:
-    """Computes one update of Adam (Kingma and Ba 2015) in one pass over memory, in Keras' operations and order.
+    """Computes one update of Adam (Kingma and Ba 2015) in one pass over memory, with Keras' operations in their order.
 
     Args:
-      weight: A variable of TensorFlow, float32 or float64, on a CPU.
-      momentum: Of its shape and dtype, as all that follow.
-      velocity: As `momentum`.
-      gradient: A tensor; or IndexedSlices with each id once, whose other rows are zero.
-      scalars: `[4]`, `alpha`, `1 - beta_1`, `1 - beta_2`, `epsilon`.
+      weight: A float32 or float64 TensorFlow variable on a CPU.
+      momentum: A variable of the shape and dtype of `weight`.
+      velocity: A variable of the shape and dtype of `weight`.
+      gradient: A tensor of the shape and dtype of `weight`; or IndexedSlices with each id once, where other rows are
+        zero.
+      scalars: `alpha`, `1 - beta_1`, `1 - beta_2` and `epsilon`, of shape `[4]` and the dtype of `weight`.
 
     Returns:
-      The new momentum, velocity and weight, which are not assigned yet.
+      A list of the new momentum, velocity and weight, which are not assigned yet.
 
     Raises:
-      tf.errors.InvalidArgumentError: If the shapes differ, or an id is there twice or is none of the weight's.
+      tf.errors.InvalidArgumentError: If the shapes differ, an id occurs twice, or an id is not a row of the weight.
 
     Example:
         >>> import tensorflow as tf
@@ -380,7 +383,7 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars
         [[1.0, 0.0], [1.0, 0.0], [0.75, 1.0]]
     """
     with tf.device("CPU:0"):
-        # The weight's own handle keeps this in order with what else reads and assigns it.
+        # The weight's own handle keeps this in order with other reads and assignments of it.
         common = {"token": weight.handle, "handle": 0, "key": "adam"}
         common["scalars"] = tf.convert_to_tensor(scalars, weight.dtype)
         slots = {"momentum": momentum, "velocity": velocity, "weight": weight}
@@ -391,18 +394,18 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars
 
 
 def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-    """Gathers rows of an array whose elements stand in two tensors, one after the other.
+    """Gathers rows of an array with elements in two tensors, one after the other.
 
-    TensorFlow shares the memory of an array from its first aligned address on; the elements before are the head.
+    TensorFlow shares the memory of an array only from its first aligned address; the elements before it are the head.
 
     Args:
-      head: `[h]`, the first elements of the array.
-      body: `[n - h]`, of the same dtype, the others.
-      like: `[0, ...]`, of the same dtype; a row of the array has the shape of one of its rows.
-      indices: int64 `[rows]`.
+      head: A tensor of shape `[h]`, the first elements of the array.
+      body: A tensor of shape `[n - h]` of the same dtype, the other elements.
+      like: A tensor of shape `[0, ...]` of the same dtype. Rows of the array have the shape of its rows.
+      indices: int64 tensor of shape `[rows]`.
 
     Returns:
-      `[rows, *like.shape[1:]]`.
+      A tensor of shape `[rows, *like.shape[1:]]`.
 
     Raises:
       InvalidArgumentError: If an index is below 0 or beyond the last row.
@@ -418,16 +421,16 @@ def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.T
 
 
 def index_records(path: str | bytes) -> Any:
-    """Finds the records of a TFRecord file. The data are not read.
+    """Finds the records of a TFRecord file without reading their data.
 
     Args:
-      path: Of the file, which is not compressed.
+      path: Path of the file, which must not be compressed.
 
     Returns:
-      An int64 array `[records, 3]`: where each record begins, the length of its data, their checksum.
+      An int64 array of shape `[records, 3]`: the offset of each record, the length of its data, and their checksum.
 
     Raises:
-      OpError: If there is no such file, or it is no row of records.
+      OpError: If there is no such file, or it is not a sequence of records.
 
     Example:
         >>> import tempfile, tensorflow as tf
@@ -443,18 +446,18 @@ def index_records(path: str | bytes) -> Any:
 
 
 def read_records(paths: tf.Tensor, sizes: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """Reads records of TFRecord files, and no other bytes of these.
+    """Reads records of TFRecord files, and no other bytes of the files.
 
     Args:
-      paths: String `[files]`.
-      sizes: int64 `[files]`, their bytes.
-      places: int64 `[n, 3]`, of each record the number of its file, where it begins, the length of its data.
+      paths: String tensor of shape `[files]`.
+      sizes: int64 tensor of shape `[files]`, the sizes of the files in bytes.
+      places: int64 tensor of shape `[n, 3]`: the number of each record's file, its offset, and the length of its data.
 
     Returns:
-      String `[n]`.
+      A string tensor of shape `[n]`.
 
     Raises:
-      DataLossError: If a file has another size, or a checksum is not that of the length or the data.
+      DataLossError: If a file has another size, or a checksum does not match the length or the data.
 
     Example:
         >>> import tempfile, tensorflow as tf
@@ -488,7 +491,7 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
 
 
 def rings_of(error: tf.errors.OpError) -> set[int]:
-    """Returns the identities of the broken rings because of which TensorFlow's operations failed."""
+    """Returns the identities of the broken rings that made TensorFlow's operations fail."""
     return {int(value) for key, value in error.experimental_payloads.items() if _text(key) == _PAYLOAD}
 
 
@@ -497,13 +500,13 @@ def _text(value: str | bytes) -> str:
 
 
 def raise_interrupt(error: RuntimeError) -> None:
-    """Raises KeyboardInterrupt where Ctrl-C came while TensorFlow made this error of a collective that it ended."""
+    """Raises KeyboardInterrupt if Ctrl-C came while TensorFlow created this error of the collective that it ended."""
     if "REPLACED BY KeyboardInterrupt" in str(error):  # pybind11's words
         raise KeyboardInterrupt from None
 
 
 def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
-    """As `_call`, of an op with a gradient, which `watched` have."""
+    """Calls an op like `_call`, but one with a gradient, with respect to `watched`."""
     is_apart = getattr(_apart, "token", None) is not None
     if is_apart or (tf.executing_eagerly() and not _tf.is_watched(watched)):
         *results, _ = _call(kind, communicator, name, before=order.zero(), of=order.zero(), **inputs)
@@ -518,15 +521,16 @@ def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf
 
 
 def call_in_order(communicator: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function whose gradient calls collectives, in order with those; see `order.py`."""
+    """Calls a function with collectives in its gradient, in order with other collectives; see `order.py`."""
     return order.call_in_order(_line(communicator), function, *args)
 
 
 @contextlib.contextmanager
 def apart(communicator: Any) -> Iterator[None]:
-    """While it lasts, collectives of a communicator are built into a graph in no order with others, and no gradient.
+    """Opens a context in which a communicator's collectives in a graph have no order and no gradient.
 
-    The caller gives them control edges to those around them (`in_one_order`), so that all ranks run them in one order.
+    The caller must add control dependencies on the collectives around them (`in_one_order`), so that all ranks run them
+    in one order.
     """
     _token(communicator)
     _apart.token = _resource("apart")
@@ -566,15 +570,15 @@ def _operation(op: str) -> int:
 
 
 def _token(communicator: Any) -> tf.Tensor:
-    """Returns the resource that keeps a communicator's collectives in order. It holds nothing and is never read.
+    """Returns the resource that keeps a communicator's collectives in order. It holds no value and is never read.
 
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
-    could fill theirs with collectives of different rings and wait for each other for ever. So there are no
-    more tokens than threads: rings beyond that share one, and their collectives run in program order. (Between
-    functions on different Python threads there is no such order; the core finds out and fails, see calls.cc.)
+    could fill their pools with collectives of different rings and wait for each other forever. Therefore there are no
+    more tokens than threads: further rings share a token, and their collectives run in program order. (Functions on
+    different Python threads have no such order; the core detects this and fails, see calls.cc.)
 
     Raises:
-      ConfigurationError: In a graph of TensorFlow 1's kind.
+      ConfigurationError: If called in a TensorFlow 1 graph.
     """
     if not tf.executing_eagerly():
         _refuse_graph_without_order(communicator)
@@ -594,7 +598,7 @@ def _refuse_graph_without_order(communicator: Any) -> None:
 
 
 def share_a_token(one: Any, other: Any) -> bool:
-    """Returns True if too few threads of TensorFlow force two communicators into one order."""
+    """Returns True if two communicators share one order because TensorFlow has too few threads."""
     return one.order % num_threads("inter") == other.order % num_threads("inter")
 
 
@@ -603,22 +607,22 @@ def _resource(number: int | str) -> tf.Tensor:
         with tf.init_scope(), tf.device("CPU:0"):
             token = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfring/order/{number}")
             if not tf.executing_eagerly():
-                return token  # of a graph of TensorFlow 1's kind, which has no collectives
+                return token  # of a TensorFlow 1 graph, which has no collectives
             _tokens[number] = token
     return _tokens[number]
 
 
 def share_order(communicator: Any, other: Any) -> None:
-    """Keeps the collectives of `communicator`, which has run none yet, in one order with those of `other`.
+    """Keeps the collectives of `communicator`, which must not have run any yet, in one order with those of `other`.
 
-    A rank then waits in one of the two at a time, and no third ring has to wait for them.
+    A rank then waits in only one of the two at a time, and no third ring has to wait for them.
     """
     communicator.order = other.order
 
 
-@functools.cache  # TensorFlow fixes it when it first runs something
+@functools.cache  # TensorFlow fixes it with the first operation
 def num_threads(pool: str) -> int:
-    """The size of TensorFlow's "inter" or "intra" op pool, by the rules of its process_util.cc and local_device.cc."""
+    """Returns the size of TensorFlow's "inter" or "intra" op pool, as its process_util.cc and local_device.cc do."""
     configured = getattr(tf.config.threading, f"get_{pool}_op_parallelism_threads")()
     if configured > 0:
         return configured
@@ -652,19 +656,19 @@ def _ops() -> Any:
 
 
 def find_cancellation(version: str) -> bool:
-    """Has collectives end with their step, where the place of TensorFlow's cancellation is known for its version."""
+    """Cancels collectives with their step, if the location of TensorFlow's cancellation is known for this version."""
     native = ctypes.CDLL(str(library.OPS))
     return bool(native.tfring_find_cancellation(ctypes.c_void_p(_tf.eager_context_address()), version.encode()))
 
 
-# Gradients. A gradient is itself a collective: every rank differentiates what every rank computed.
+# Gradients. A gradient is itself a collective: every rank differentiates the values that all ranks computed.
 
 
 def _call_for_gradient(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
     """Calls the collective of the gradient of `op`.
 
-    It takes the token from around the graph. In the gradient of a loop the token of `op` is an output of the loop,
-    which TensorFlow does not keep in order with what else takes the token.
+    It captures the token from the outer graph. In the gradient of a loop the token of `op` is an output of the loop,
+    which TensorFlow does not keep in order with other operations on the token.
     """
     line = _lines[op.get_attr("handle")]
     slot = order.CallSlot(line, watched)
@@ -685,7 +689,7 @@ tf.no_gradient("TfringCallSlot")
 
 
 def _register(kind: str) -> Any:
-    """Registers the gradient of an op, which is asked for neither that of the order nor of the token."""
+    """Registers a function as the gradient of an op, without the inputs and the output that keep calls in order."""
 
     def decorate(function: Any) -> Any:
         @tf.RegisterGradient(kind)

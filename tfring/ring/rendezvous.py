@@ -3,12 +3,12 @@
     rank r                                 rank q < r
        │ (1) hello, ring ───────────────────► │     through its listener (transport/listener.py): who I am, which ring
        │ ◄──────────────────────── welcome (2) │     transport, and its mailbox; or: refused, and why
-       │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP after all
+       │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP instead
        │ ◄───────────────────────── agreed (4) │     the transport; TCP within a host: with a connection for the data
        │ (5) hello, data ───────────────────► │     TCP to another host: a second connection
 
 Mailboxes are handed over as descriptors (transport/mailbox.py) between processes of one user on one host, connected by
-a Unix socket. After (4) the control connection, and after (5) the data connection, belong to the native code.
+a Unix socket. The control connection belongs to the native code after (4), and the data connection after (5).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tfring.transport.address import parse_address
 from tfring.transport.dial import dial, probe
 from tfring.transport.listener import Connection, Listener
 
-_ANSWER_SECONDS = 10.0  # for each message once both ranks are there
+_ANSWER_SECONDS = 10.0  # for each message once both ranks are present
 _PROBE_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
-_FDS_OF_A_LINK = 8  # while it is made; 3 after that
-_SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and between looks whether one has ended
-_REPORT_SECONDS = 30.0  # between two such lines
-_MOST_FACTS = 16  # ranks that such a line describes; the others are numbers
-_SLICE_SECONDS = 0.1  # between looks at what else may have happened
-_PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
+_LAST_WORDS_SECONDS = 0.3  # for a rank that gives up to tell the ranks that are about to connect
+_FDS_OF_A_LINK = 8  # while it is made; 3 afterwards
+_SILENT_SECONDS = 3.0  # before a waiting rank reports for which ranks, and between checks whether one has ended
+_REPORT_SECONDS = 30.0  # between two such reports
+_MOST_FACTS = 16  # ranks that a report describes; for the others it gives the numbers only
+_SLICE_SECONDS = 0.1  # between checks for other events
+_PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last one repeats
 
 _TRANSPORT = {"transport": wire.one_of("shm", "tcp")}
 _FAILED = {"why": wire.REASON}
@@ -60,8 +60,8 @@ _CONFIRMS = wire.Format({"confirm": _TRANSPORT, "failed": _FAILED}, max_json_byt
 _AGREED = wire.Format({"agreed": _TRANSPORT, "failed": _FAILED}, max_json_bytes=16384)
 
 _log = logging.getLogger(__name__)
-_process = secrets.token_hex(16)  # tells this process from another of the same rank
-_warned: set[str] = set()  # texts of warnings, which are logged once each
+_process = secrets.token_hex(16)  # distinguishes this process from another of the same rank
+_warned: set[str] = set()  # texts of warnings, to log each once
 
 
 def connect(
@@ -73,21 +73,21 @@ def connect(
     timeout_seconds: float,
     broken: Callable[[], BaseException | None] | None = None,
 ) -> dict[int, Link]:
-    """Connects this rank with its peers, each of which asks for the same.
+    """Connects this rank with its peers, each of which must call this as well.
 
     Args:
-      cluster: With `rank`, `world_size` above 1, `addresses`, `listen_fd`.
-      ring: The ring's name.
-      peers: Other ranks.
+      cluster: A cluster with `rank`, `world_size` above 1, `addresses` and `listen_fd`.
+      ring: Name of the ring.
+      peers: The other ranks to connect with.
       transport: "auto", "tcp" or "shm".
-      timeout_seconds: How long to wait.
-      broken: Says why there is no use in waiting; None as long as there is.
+      timeout_seconds: Time to wait.
+      broken: A function that returns the reason to stop waiting, or None as long as there is none.
 
     Returns:
-      A link to each.
+      A dict that maps each peer to its link.
 
     Raises:
-      RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
+      RendezvousError: If ranks never answered (the message names them), or the ranks cannot form one ring.
     """
     sockets.raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
@@ -103,23 +103,23 @@ def connect_to(
     broken: Callable[[], BaseException | None],
     is_linked: Callable[[], bool],
 ) -> Link | None:
-    """Connects this rank of an open ring with another, which answers by `answer`.
+    """Connects this rank of an open ring with another, which calls `answer`.
 
     Args:
-      cluster: As of `connect`.
-      ring: The ring's name.
-      rank: Another rank.
+      cluster: See `connect`.
+      ring: Name of the ring.
+      rank: The other rank.
       transport: "auto", "tcp" or "shm".
-      timeout_seconds: How long to wait.
-      broken: Says why there is no use in waiting; None as long as there is.
-      is_linked: Returns True once that rank has connected with this one.
+      timeout_seconds: Time to wait.
+      broken: A function that returns the reason to stop waiting, or None as long as there is none.
+      is_linked: A function that returns True once that rank has connected with this one.
 
     Returns:
-      The link; None where that rank came first.
+      The link; or None if that rank connected first.
 
     Raises:
-      PeerLostError: That rank has left the ring.
-      RendezvousError: As `connect`.
+      PeerLostError: If that rank has left the ring.
+      RendezvousError: See `connect`.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
@@ -128,10 +128,10 @@ def connect_to(
 
 
 def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: str) -> Link | None:
-    """Answers `connect_to` of another rank. Returns the link; None where that rank went away.
+    """Answers `connect_to` of another rank. Returns the link, or None if that rank went away.
 
     Raises:
-      RendezvousError: The two ranks cannot be linked; the other one gets the error, too.
+      RendezvousError: If the two ranks cannot be linked. The other rank gets the error as well.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
@@ -140,7 +140,7 @@ def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: st
 
 
 class _Forming:
-    """Forms one rank's links of one ring."""
+    """Forms the links of one rank in one ring."""
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class _Forming:
         self.connect_error: BaseException | None = None
         self.reasons: dict[int, str] = {}  # why the last attempt to connect failed
         self.kind = "ring"
-        self.is_linked: Callable[[], bool] = lambda: False  # by the other rank's doing
-        self.failure = ""  # why this rank gives up,
-        self.cause: BaseException = PeerLostError(rank=cluster.rank)  # its kind
+        self.is_linked: Callable[[], bool] = lambda: False  # by the other rank
+        self.failure = ""  # why this rank gives up
+        self.cause: BaseException = PeerLostError(rank=cluster.rank)  # the kind of this failure
         self.cancelled = threading.Event()
         self.last_words_seconds = _LAST_WORDS_SECONDS
 
@@ -191,7 +191,7 @@ class _Forming:
                 if self.connect_error is not None:
                     raise self.connect_error
                 if self.broken is not None and (failure := self.broken()) is not None:
-                    self.last_words_seconds = 0.0  # those on their way learn of it as this rank did
+                    self.last_words_seconds = 0.0  # the other ranks learn of it as this rank did
                     self.cause = failure
                     if self.kind == "link":
                         raise RendezvousError(str(failure))
@@ -211,7 +211,7 @@ class _Forming:
             raise
 
     def _reject_pending(self) -> None:
-        """Tells the ranks that are on their way to this one why it gives up."""
+        """Tells the ranks that are about to connect to this one why it gives up."""
         deadline = time.monotonic() + self.last_words_seconds
         while any(rank not in self.links and not self._dials(rank) for rank in self.peers):
             connection = self.listener.take(self._is_expected, max(0.0, deadline - time.monotonic()))
@@ -220,7 +220,7 @@ class _Forming:
             with contextlib.suppress(OSError, wire.WireError), connection.channel as channel:
                 channel.send("refused", why=self.failure[: wire.MOST_REASON], final=True)
 
-    # Saying for whom this rank waits, in a thread of its own.
+    # Reporting for which ranks this one waits, in its own thread.
 
     def _report_while_waiting(self) -> None:
         try:
@@ -240,7 +240,7 @@ class _Forming:
             self.connect_error = self.connect_error or error
 
     def _leaves_report_to_another(self) -> bool:
-        """Returns True if a lower rank is there: one line is enough, and one rank that probes all others."""
+        """Returns True if a lower rank is present: it is enough that one rank probes all others and reports."""
         if any(rank < self.cluster.rank for rank in list(self.links)):
             return True
         return self.cluster.rank > 0 and not _missing_ranks(self.cluster, [0])
@@ -258,7 +258,7 @@ class _Forming:
         return sorted(set(ranks) - {self.cluster.rank, *self.links})
 
     def _check_none_has_ended(self, missing: Mapping[int, str]) -> None:
-        """Raises where a rank listens no longer. Ranks that inherit a socket all listen before the first begins."""
+        """Raises if a rank no longer listens. If ranks inherit sockets, all of them listen before the first begins."""
         ended = [rank for rank, why in missing.items() if why == os.strerror(errno.ECONNREFUSED)]
         if self.cluster.listen_fd is not None and ended and not config.read("TFRING_MAX_WORKER_RESTARTS"):
             raise RendezvousError(
@@ -269,7 +269,7 @@ class _Forming:
     def _dials(self, rank: int) -> bool:
         return rank < self.cluster.rank or self.kind == "link"
 
-    # Connecting to the lower ranks, in a thread of its own.
+    # Connecting to the lower ranks, in its own thread.
 
     def _connect_all(self) -> None:
         try:
@@ -312,7 +312,7 @@ class _Forming:
             process=_process,
             session=session,
         )
-        # The answer comes when the other rank asks for this ring; that may take its time.
+        # The answer comes when the other rank asks for this ring, which may take some time.
         link = Link(rank, channel.socket)
         confirmed = False
         fds: list[int] = []
@@ -346,7 +346,7 @@ class _Forming:
             if not confirmed:
                 link.close()
                 raise
-            # The other rank takes this one for connected, so this attempt was the only one.
+            # The other rank considers this one connected, so there can be no other attempt.
             self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {rank}: {error}"
             link.send_failure(library.describe(self.cause, self.failure))
             if isinstance(error, RendezvousError):
@@ -385,7 +385,7 @@ class _Forming:
         """Makes the link that a rank asks for.
 
         Raises:
-          RendezvousError: There can be none.
+          RendezvousError: If the link cannot be made.
         """
         channel, hello = connection.channel, connection.hello
         link = Link(hello["rank"], channel.socket)
@@ -422,7 +422,7 @@ class _Forming:
                         mine = link.own.for_peer
             offered = "shm" if mine else "tcp"
             channel.send("welcome", mine, transport=offered, wanted=self.transport)  # (2)
-            confirm = channel.receive(_CONFIRMS, fds, max_fds=2)  # (3): a rank that died in the meantime does not
+            confirm = channel.receive(_CONFIRMS, fds, max_fds=2)  # (3): not sent if the rank died in the meantime
             if confirm.kind == "failed":
                 raise RendezvousError(confirm.fields["why"])
             if mine and confirm.fields["transport"] == "shm":
@@ -479,7 +479,7 @@ class _Forming:
     # Falling back from shared memory to TCP.
 
     def _check_descriptors_left(self, error: Exception) -> None:
-        """Raises where the process has no descriptors left, which no other attempt would change."""
+        """Raises if the process has no descriptors left, which further attempts would not change."""
         if getattr(error, "errno", None) != errno.EMFILE:
             return
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -499,7 +499,7 @@ class _Forming:
     # Giving up.
 
     def _timeout_error(self) -> RendezvousError:
-        """Names all that are missing on the lowest rank that is there, on the others those that they link with."""
+        """Returns an error that names all missing ranks on the lowest present rank, and missing peers on others."""
         all_ranks = self.kind == "ring" and not self._leaves_report_to_another()
         ranks = self._without_link(range(self.cluster.world_size) if all_ranks else self.peers)
         missing = _missing_ranks(self.cluster, ranks)
@@ -528,7 +528,7 @@ def _own_descriptors(link: Link) -> tuple[int, ...]:
 
 
 def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
-    """Returns a mailbox of this rank, or why there is none."""
+    """Returns a mailbox of this rank, or the reason why there is none."""
     if transport == "tcp":
         return None, "TFRING_TRANSPORT=tcp"
     try:
@@ -544,7 +544,7 @@ def _warn_once(text: str) -> None:
 
 
 def _in_short(ranks: list[int]) -> str:
-    """Returns ascending numbers as text.
+    """Returns ascending numbers as text, with runs in short.
 
     >>> _in_short([3, 4, 5, 7, 9, 10])
     '3 to 5, 7, 9 to 10'
@@ -554,7 +554,7 @@ def _in_short(ranks: list[int]) -> str:
 
 
 def _missing_ranks(cluster: Cluster, ranks: list[int]) -> dict[int, str]:
-    """Probes these ranks. Returns those that do not answer, and why."""
+    """Probes these ranks. Returns the ranks that do not answer, with the reasons."""
 
     def problem(rank: int) -> str | None:
         try:

@@ -1,7 +1,7 @@
 """The engine `communication="tensorflow"`: TensorFlow's collective runtime (NCCL on GPUs, gRPC ring on CPUs).
 
-Slower on CPUs than the compiled ring by an order of magnitude, and it counts no bytes; for clusters of GPUs with
-NCCL and for machines where the ring could not be compiled.
+It is slower on CPUs than the compiled ring by an order of magnitude, and does not count bytes. Use it on clusters of
+GPUs with NCCL and on machines where the ring cannot be compiled.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), 
 
 
 class _Line(NamedTuple):
-    """Variables by which collectives run in one order: what each of them waits for, and how many there have been."""
+    """Variables that keep collectives in one order: the token they wait for, and the number of collectives so far."""
 
     token: tf.Tensor
     count: tf.Tensor
 
 
 class TensorFlowCollectives(Collectives):
-    """Runs on one device a worker, after `enable_collective_ops` has connected the workers."""
+    """The engine that runs on one device of each worker, after `enable_collective_ops` has connected the workers."""
 
     needs_fixed_shapes = True
 
@@ -69,9 +69,9 @@ class TensorFlowCollectives(Collectives):
         return [op for op in graph.get_operations() if any(tensor is token for tensor in op.inputs)]
 
     def _arguments(self) -> dict:
-        # The key counts collectives as they run. TensorFlow's own counts them as functions are traced or called
-        # (`capture_call_time_value`), which fails for a tf.function called inside a loop, and ranks whose shares
-        # differ in size may trace another number of times.
+        # The key counts collectives when they run. TensorFlow's own key counts them when functions are traced or called
+        # (`capture_call_time_value`), which fails for a tf.function called inside a loop; and ranks with shares of
+        # different sizes may trace a different number of times.
         with tf.device("CPU:0"):
             instance_key = self._line.count.assign_add(1, read_value=True)
             if not isinstance(instance_key, tf.Tensor):
@@ -128,7 +128,7 @@ class TensorFlowCollectives(Collectives):
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         if isinstance(tensor, Sequence):
             return [self.all_gather(each, name=name) for each in tensor]
-        # Another first dimension on each rank: gather the lengths, pad to the longest, cut the padding.
+        # The first dimension differs between ranks: gather the lengths, pad to the longest, cut the padding.
         dtype, tensor = tensor.dtype, _to_wire(tensor)
         num_rows = tf.shape(tensor)[0]
         all_rows = self._all_gather(num_rows[None])
@@ -160,7 +160,7 @@ class TensorFlowCollectives(Collectives):
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         mine = tf.constant(self.rank == root)
         results = []
-        for t in tensors:  # zeros from everyone else: x + 0 is x, bit for bit but for the sign of zero
+        for t in tensors:  # other ranks contribute zeros: x + 0 is x, bit for bit except for the sign of zero
             results += self.all_reduce([t], name=name, active=mine)
         return results
 
@@ -194,14 +194,14 @@ class TensorFlowCollectives(Collectives):
         return exchange(tensor)
 
     def _exchange(self, tensor: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # The runtime exchanges blocks of one size: pad to the largest of any rank, cut the padding.
+        # The runtime exchanges blocks of equal size: pad to the largest of any rank, cut the padding.
         everyones = tf.reshape(self._all_gather(counts), [self.world_size, self.world_size])
         received = everyones[:, self.rank]
         dtype, tensor = tensor.dtype, _to_wire(tensor)
         wire = _GATHERED_AS.get(tensor.dtype, tensor.dtype)
         place = tf.range(tf.maximum(tf.reduce_max(everyones), 1))[None, :]
         begins, end = tf.cumsum(counts, exclusive=True), tf.reduce_sum(counts)
-        taken = tf.where(place < counts[:, None], begins[:, None] + place, end)  # a row of padding lies at the end
+        taken = tf.where(place < counts[:, None], begins[:, None] + place, end)  # the last row is padding
         blocks = tf.gather(_pad(tf.cast(tensor, wire), tf.shape(tensor)[0] + 1), taken)
         with tf.device(self._device):
             blocks = _tf.collective_ops.all_to_all_v2(blocks, **self._arguments())
@@ -240,7 +240,7 @@ def _not_here(what: str, why: str) -> ConfigurationError:
     )
 
 
-# TensorFlow's runtime carries float16/32/64, bfloat16 and int32/64 only.
+# TensorFlow's runtime sends float16/32/64, bfloat16 and int32/64 only.
 _CARRIED_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     tf.uint32: tf.int64,

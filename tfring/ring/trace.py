@@ -5,7 +5,7 @@ core: records of calls, marks ─┐ taken every second
 Python: steps, loops ──────────┴─► Recorder ─► folder/rank-<r>.jsonl
 ```
 
-The file is a line of JSON after the other, so that what a crash leaves can be read:
+The file has one JSON object per line, so that it can be read after a crash:
 
 ```
 {"type": "run", "schema": 1, "run": ..., "rank": 0, "world_size": 2, "host": ..., "steps_kept": 200, ...}
@@ -18,8 +18,8 @@ The file is a line of JSON after the other, so that what a crash leaves can be r
 {"type": "end"}                                                                   the process ended by itself
 ```
 
-Times are nanoseconds of this host's CLOCK_MONOTONIC. Spans are kept of the first steps of each kind and `fit`; totals
-go on, and what is written next is written in their place. A parameter server writes server-<s>.jsonl.
+Times are nanoseconds of this host's CLOCK_MONOTONIC. Spans are kept for the first steps of each kind and `fit`; totals
+are kept for all steps, and the next write overwrites their line. A parameter server writes server-<s>.jsonl.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ SCHEMA = 1
 STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
 MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
 STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
-SERVERS = "servers"  # so begin the rings of a worker and a server, whose calls are written as requests
+SERVERS = "servers"  # prefix of the rings of a worker and a server; their calls are written as requests
 INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
-_MOST_NAMES = 1000  # of collectives in the totals; then they are one
-CAPACITY = 8192  # records between two takings
+_MOST_NAMES = 1000  # of collectives in the totals; further ones are counted as one
+CAPACITY = 8192  # records between two reads
 _WRITE_SECONDS = 1.0
 
 _TYPES = {field[0]: field[1] for field in library.Record._fields_}
 _CALL_FIELDS = list(_TYPES)
-# As ctypes has it, but text instead of lists of letters.
+# The dtype of ctypes, but with text instead of lists of characters.
 _CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
 
 _log = logging.getLogger("tfring")
@@ -65,18 +65,18 @@ _active: Recorder | None = None  # a process writes one trace at a time
 
 
 class Request(NamedTuple):
-    """A request of a worker to a parameter server, as one of the two sees it; times in nanoseconds.
+    """A request of a worker to a parameter server, as one of the two sees it. Times are in nanoseconds.
 
     Attributes:
-      other: The server, in a worker's file; the worker, in a server's.
+      other: The server, in a worker's file; the worker, in a server's file.
       kind: "push", "rows", ...
       sent: Bytes of this process's message.
-      received: Bytes of the other's.
-      waited: How long the server waited for other workers in it.
+      received: Bytes of the other process's message.
+      waited: Time that the server waited for other workers during the request.
       whom: The worker that came last of those, -1 for none.
-      served: How long it was in the server besides.
-      queued: How long of that it waited for its turn.
-      staleness: Of the gradient; -1 where there is none.
+      served: The remaining time that the request spent in the server.
+      queued: The part of `served` in which the request waited for its turn.
+      staleness: Staleness of the gradient; -1 if there is none.
     """
 
     begin: int
@@ -93,16 +93,16 @@ class Request(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """Returns the remaining time, in which bytes were on their way."""
+        """Returns the remaining time, in which bytes were in transit."""
         return max(0, self.end - self.begin - self.waited - self.served)
 
 
 class Source(NamedTuple):
-    """Gives a process the number of its run, and the offset of its clock from the one that all are brought to.
+    """Gives a process the number of its run, and the offset of its clock from the common clock.
 
     Attributes:
-      run: Returns the number of the run, the same in all processes.
-      distance: Measures the offset of this process's clock.
+      run: A function that returns the number of the run, the same in all processes.
+      distance: A function that measures the offset of this process's clock.
     """
 
     run: Callable[[], int]
@@ -110,7 +110,7 @@ class Source(NamedTuple):
 
 
 def ring_source(communicator: Communicator | None) -> Source:
-    """Returns a source among the ranks of a ring, None where there is one; its calls are collectives of all."""
+    """Returns a source for the ranks of a ring, None for a single rank. Its calls are collectives of all ranks."""
 
     def run() -> int:
         number = random.SystemRandom().getrandbits(62)
@@ -136,17 +136,17 @@ def server_file_name(server: int) -> str:
 
 
 def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source, num_servers: int = 0) -> Recorder:
-    """Begins a trace of this process, or joins the one that it writes into this folder; all ranks call it.
+    """Begins a trace of this process, or joins the one that it writes to this folder. All ranks must call it.
 
     Args:
-      folder: Made where it is missing. Files of an earlier run are written over.
-      rank: Of this process.
-      world_size: How many write into this folder.
-      source: Of all ranks.
-      num_servers: How many parameter servers write into this folder besides.
+      folder: Folder of the files, created if it is missing. Files of an earlier run are overwritten.
+      rank: Rank of this process.
+      world_size: Number of workers that write to this folder.
+      source: Source of all ranks.
+      num_servers: Number of parameter servers that write to this folder as well.
 
     Raises:
-      ConfigurationError: The folder cannot be written, or this process writes a trace elsewhere.
+      ConfigurationError: If the folder cannot be written, or this process writes a trace elsewhere.
     """
     global _active
     path = pathlib.Path(folder).absolute()
@@ -163,17 +163,17 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source,
 
 
 def start_server(folder: str | os.PathLike, server: int, world_size: int, num_servers: int, source: Source) -> Recorder:
-    """Begins the trace of this process, a parameter server: requests alone.
+    """Begins the trace of this process, a parameter server. It has requests only.
 
     Args:
       folder: See `start`.
-      server: The number of this process.
-      world_size: How many workers there are.
-      num_servers: How many servers there are.
-      source: Of this server.
+      server: Number of this server.
+      world_size: Number of workers.
+      num_servers: Number of servers.
+      source: Source of this server.
 
     Raises:
-      ConfigurationError: The folder cannot be written.
+      ConfigurationError: If the folder cannot be written.
     """
     path = pathlib.Path(folder).absolute() / server_file_name(server)
     return Recorder(path, server, world_size, source, num_servers, has_calls=False)
@@ -183,16 +183,16 @@ class Recorder:
     """Writes the trace of one process.
 
     Args:
-      path: Of its file.
+      path: Path of the file.
       number: The rank, or the number of the server.
-      world_size: How many workers there are.
-      source: Of all ranks.
-      num_servers: How many parameter servers there are.
-      has_calls: Whether the calls of the core are recorded; a server has requests alone.
+      world_size: Number of workers.
+      source: Source of all ranks.
+      num_servers: Number of parameter servers.
+      has_calls: Whether to record the calls of the core; a server records requests only.
 
     Attributes:
-      users: How many began it, each of whom closes it.
-      building: Set by who traces a graph, to mark a step in which that happens.
+      users: Number of users that began the trace, each of which must close it.
+      building: True if a graph was traced during the step; set by the code that traces it.
     """
 
     def __init__(
@@ -212,16 +212,16 @@ class Recorder:
         self._writes = True
         self._lock = threading.Lock()
         self._loop = self._entries = 0
-        self._counts: dict[str, int] = {}  # of steps in the entry under way, by kind
-        self._last: tuple[str, int, int] | None = None  # the step before: kind, loop, end
+        self._counts: dict[str, int] = {}  # of steps in the current entry, by kind
+        self._last: tuple[str, int, int] | None = None  # the previous step: kind, loop, end
         self._steps: list[tuple[str, int, int, int, bool]] = []
         self._requests: list[Request] = []
         self._has_calls = has_calls
-        self._keeps = True  # spans, not only totals
+        self._keeps = True  # whether spans are kept, not only totals
         self._rows = 0
         self._totals = _Totals()
-        self._totals_line = b""  # the last in the file,
-        self._totals_at = 0  # and where it begins
+        self._totals_line = b""  # the last line of the file
+        self._totals_at = 0  # and its offset
         self._buffer = (library.Record * CAPACITY)()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,15 +251,15 @@ class Recorder:
         threading.Thread(target=self._write_for_ever, name="tfring-trace", daemon=True).start()
         atexit.register(self._end)
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def measure_clock(self, source: Source) -> None:
-        """Measures the offset of this process's clock; all ranks call it."""
+        """Measures the offset of this process's clock. All ranks must call it."""
         self._put(type="clock", **source.distance()._asdict())
 
     @contextlib.contextmanager
     def entry(self, source: Source) -> Iterator[None]:
-        """Enters `fit`, `evaluate` or `predict`; the outermost measures the clock at its end unless it failed."""
+        """Enters `fit`, `evaluate` or `predict`. The outermost measures the clock at its end unless it failed."""
         self._entries += 1
         if self._entries == 1:
             self._counts.clear()
@@ -272,26 +272,26 @@ class Recorder:
                 self._counts.clear()
                 self.write()
         if self._entries == 0 and not self.closed:
-            self.measure_clock(source)  # also where this rank's disk is full: the others do
+            self.measure_clock(source)  # even if this rank's disk is full: the others do it
 
     def new_loop(self) -> None:
-        """Begins a loop, such as an epoch; the time before it counts for no gap between steps."""
+        """Begins a loop, such as an epoch. The time before it is not counted as a gap between steps."""
         self._loop += 1
 
     def compiled(self, kind: str, operations: int, by_xla: int, others: list[str]) -> None:
-        """Records how many operations of a kind of step are to be compiled by XLA.
+        """Records the number of operations of a kind of step that XLA compiles.
 
         Args:
           kind: "train", "test" or "predict".
-          operations: Those that were to be compiled.
-          by_xla: Those among them of which XLA has a kernel.
-          others: The types of the rest.
+          operations: Number of operations that were meant to be compiled.
+          by_xla: Number of those for which XLA has a kernel.
+          others: Types of the other operations.
         """
         self._put(type="compiled", kind=kind, operations=operations, by_xla=by_xla, others=others)
 
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
-        """Times one call of a step function; a call that raises, as at the end of the data, is not recorded."""
+        """Times one call of a step function. A call that raises, as at the end of the data, is not recorded."""
         number = self._counts.get(kind, 0)
         self._keep(number < STEPS_KEPT)
         self.building = False
@@ -307,7 +307,7 @@ class Recorder:
             self._steps.append((kind, self._loop, begin, end, self.building))
 
     def request(self, request: Request) -> None:
-        """Records a request to or from a parameter server; any thread may."""
+        """Records a request to or from a parameter server. May be called by any thread."""
         if self._writes and not self.closed:
             self._requests.append(request)
 
@@ -326,7 +326,7 @@ class Recorder:
 
     def _keep(self, spans: bool) -> None:
         if spans != self._keeps:
-            self.write()  # what has happened so far, as it was asked for then
+            self.write()  # earlier records, with the previous setting
             self._keeps = spans
 
     def write(self) -> None:
@@ -336,7 +336,7 @@ class Recorder:
                 return
             steps, self._steps = self._steps, []
             requests = self._requests[:]
-            del self._requests[: len(requests)]  # others may have come after them
+            del self._requests[: len(requests)]  # more may have been appended since
             rows, lost = self._take() if self._has_calls else ([], 0)
             if not steps and not rows and not requests:
                 return
@@ -393,7 +393,7 @@ class Recorder:
             self._totals_at = self._file.tell()
             self._file.write(self._totals_line)
             self._file.flush()
-        except OSError as error:  # no reason to stop training
+        except OSError as error:  # training continues
             self._writes = False
             self._end_calls()
             _log.warning("The trace ends here, for %s cannot be written: %s", self.path, error.strerror)

@@ -1,15 +1,15 @@
 """Admission of gradients to updates: pure bookkeeping of one server, without threads and tensors.
 
-A worker computes from the version of the parameters it has pulled. The staleness of its gradient is how many updates
-were made between.
+A worker computes its gradient from the version of the parameters that it has pulled. The staleness of the gradient is
+the number of updates made in between.
 
     version        0         1         2
     worker 0    ───●─────────●         ┊          gradient of version 0, update 1: staleness 0
     worker 1    ───●───────────────────●          gradient of version 0, update 2: staleness 1
 
 "wait" (stale synchronous parallel, Ho et al. 2013): an update is made only while no gradient that is still being
-computed would become staler than the bound; gradients that wait for that meanwhile make one update together. With a
-bound of 0 that is the update of all workers.
+computed would become staler than the bound. Gradients that have to wait for this are applied together in one update.
+With a bound of 0 this is the update of all workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE = ("wait", "scale", "drop")
 
 
 class Arrival(NamedTuple):
-    """A gradient that has arrived: from which worker, how many updates behind, and its factor (0: dropped)."""
+    """A gradient that has arrived: its worker, its staleness in updates, and its factor (0: dropped)."""
 
     worker: int
     staleness: int
@@ -32,11 +32,12 @@ class Admission:
     """Decides which gradients make the next update.
 
     Args:
-      workers: Their ranks.
-      is_sync: Whether an update takes the gradients of all workers that train.
-      backup_workers: How many of them a synchronous update does not wait for; later gradients of it are dropped.
-      max_staleness: The bound of asynchronous updates; None for none.
-      late: What is done with a gradient beyond the bound: "wait", "scale" (by 1 / staleness) or "drop".
+      workers: Ranks of the workers.
+      is_sync: Whether each update uses the gradients of all workers that train.
+      backup_workers: Number of workers that a synchronous update does not wait for. Gradients that arrive after the
+        update are dropped.
+      max_staleness: Staleness bound of asynchronous updates. None: no bound.
+      late: Treatment of a gradient beyond the bound: "wait", "scale" (by 1 / staleness) or "drop".
 
     >>> admission = Admission([0, 1], is_sync=False, max_staleness=1, late="drop")
     >>> for worker in (0, 1):
@@ -64,16 +65,16 @@ class Admission:
         self._backup_workers = backup_workers
         self._max_staleness = max_staleness
         self._late = late
-        self._pulled: dict[int, int] = {}  # of the workers that train: the version they compute from
+        self._pulled: dict[int, int] = {}  # for each worker that trains: the version it computes from
         self._waiting: list[int] = []
 
     def resume(self, version: int, live: set[int], computing: Iterable[int]) -> None:
-        """Goes on at a version, as after a loss of this server: no gradient waits, and staleness begins at 0.
+        """Resumes at a version, as after a loss of this server: no gradient waits, and staleness begins at 0.
 
         Args:
-          version: Of the parameters.
-          live: The workers that are left.
-          computing: Those of them that compute.
+          version: Version of the parameters.
+          live: Workers that are left.
+          computing: Those of them that are computing a gradient.
         """
         self.version = version
         self.live = set(live)
@@ -81,31 +82,31 @@ class Admission:
         self._pulled = dict.fromkeys(computing, version)
 
     def begin(self, worker: int) -> None:
-        """A worker computes from the present version on."""
+        """Records that a worker begins to compute, from the current version."""
         if worker in self.live:
             self._pulled[worker] = self.version
 
     def end(self, worker: int) -> None:
-        """A worker trains no more for the time being: no server waits for it."""
+        """Records that a worker has stopped training for now: no server waits for it."""
         self._pulled.pop(worker, None)
         if worker in self._waiting:
             self._waiting.remove(worker)
 
     def lose(self, worker: int) -> None:
-        """A worker is gone for good, and with it the gradient that waits."""
+        """Records that a worker is gone for good. Its waiting gradient is gone as well."""
         self.end(worker)
         self.live.discard(worker)
 
     def arrive(self, worker: int) -> None:
-        """The gradient of a worker has arrived."""
-        self._pulled.setdefault(worker, self.version)  # of one that did not say that it begins
+        """Records that the gradient of a worker has arrived."""
+        self._pulled.setdefault(worker, self.version)  # if the worker did not call `begin`
         self._waiting.append(worker)
 
     def take(self) -> list[Arrival]:
-        """Returns the gradients of the next update in the order of workers, and counts it; none while all wait.
+        """Returns the gradients of the next update in the order of workers, and counts it. Empty while all wait.
 
-        What is dropped is among them, with factor 0; where all are, there is no update, and none is counted. The
-        workers compute from the new version on.
+        Dropped gradients are among them, with factor 0. If all are dropped, there is no update, and none is counted.
+        The workers compute from the new version on.
         """
         late = [w for w in self._waiting if self._factor(w) == 0.0]
         if not late and not self._is_ready():

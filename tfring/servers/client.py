@@ -1,4 +1,4 @@
-"""A worker's side: one request to all servers, or to one, and their replies."""
+"""The worker's side: requests to all servers or to one, and their replies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tfring.ring import clocks, trace
 from tfring.servers.connection import Connection
 from tfring.servers.replica import has_left
 
-_LOOK_SECONDS = 0.5  # between looks at whether a server is gone that nothing is asked of
-_TRY_SECONDS = 5.0  # for one attempt to connect, between looks at whether this worker leaves
+_LOOK_SECONDS = 0.5  # between checks whether an idle server is gone
+_TRY_SECONDS = 5.0  # for one attempt to connect, between checks whether this worker leaves
 _PAUSE_SECONDS = 0.1  # before another attempt
-_TRIES = 10  # to reach one of two servers, before the other is tried
+_TRIES = 10  # attempts to reach one of two servers before the other is tried
 
 _log = logging.getLogger(__name__)
 
@@ -33,25 +33,25 @@ Reply = tuple[dict[str, Any], list[np.ndarray]]
 
 
 class Client:
-    """The connections of a worker with all servers. Used by one thread at a time.
+    """The connections of a worker to all servers. Used by one thread at a time.
 
     Args:
-      roles: Of this process, a worker.
-      settings: What the strategy was made with; servers compare it with theirs.
-      can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for. Where each shard
-        is on two servers, the other goes on.
-      is_replicated: Whether each shard is on two servers; see `tfring.servers.replica`.
+      roles: Roles of this process, which is a worker.
+      settings: Settings with which the strategy was made. Servers compare them with their own.
+      can_come_back: Whether a lost server may come back from a snapshot. If so, the worker waits for it. If each shard
+        is on two servers, the other server continues.
+      is_replicated: Whether each shard is on two servers. See `tfring.servers.replica`.
 
     Attributes:
-      known: What a server that comes back gets: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
-        name of the last, and `results`, what it returned; `position`, of the epoch under way.
-      is_back: Whether this process is in the place of one that servers have lost.
+      known: A dict that is sent to a server that comes back: `is_training`; `claimed`, the last epoch and batch;
+        `meeting`, the name of the last meeting, and `results`, its results; `position`, that of the epoch under way.
+      is_back: Whether this process replaces one that servers have lost.
       run: The number that server 0 has drawn for the traces of this job.
-      recorder: Of the trace of this process; None without one.
+      recorder: The trace recorder of this process. None without a trace.
 
     Raises:
-      RendezvousError: A server did not come.
-      TfringError: A server's program made its strategy with other settings.
+      RendezvousError: If a server does not connect in time.
+      TfringError: If a server's program made its strategy with other settings.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Client:
         self._settings = dict(settings)
         self._jobs: list[str | None] = [None] * self.num_servers
         self._is_replicated = is_replicated
-        self._at = list(range(self.num_servers))  # the server that answers for the shards of each
-        # A repeated request is recognized by its number, also from those of an earlier process.
+        self._at = list(range(self.num_servers))  # for the shards of each server: the one that answers
+        # Servers recognize a repeated request by its number, which differs from those of an earlier process.
         self._numbers = itertools.count(secrets.randbits(48))
         self.recorder: trace.Recorder | None = None
-        self._bytes_before = [0] * self.num_servers  # sent by connections that were lost
+        self._bytes_before = [0] * self.num_servers  # sent over connections that were lost
         self._locks = [threading.Lock() for _ in range(self.num_servers)]
         self._gone: dict[int, TfringError] = {}  # servers that did not come back
         self._closing = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.num_servers, "tfring-servers")
         self._connections = list(self._pool.map(self._connect, range(self.num_servers)))
         atexit.register(self._close_at_exit)
-        self._can_come_back = False  # who is lost before all have joined ends the job
+        self._can_come_back = False  # a server that is lost before all have joined ends the job
         replies = self.ask_all("join", [{"settings": self._settings}] * self.num_servers)
         self._jobs = [reply.get("job") for reply, _ in replies]
         self.is_back = any(reply.get("is_back") for reply, _ in replies)
@@ -93,21 +93,21 @@ class Client:
         return Connection(self._roles, self._at[server], seconds, server if self._is_replicated else None)
 
     def _other(self, server: int) -> int:
-        """Returns the server that holds the shards of `server`, too, or it alone."""
+        """Returns the other server that holds the shards of `server`, or `server` if it alone does."""
         second = (server + 1) % self.num_servers
         return second if self._is_replicated and self._at[server] == server else server
 
     def ask_all(
         self, operation: str, heads: Sequence[Mapping[str, Any]], arrays: Sequence[Sequence[np.ndarray]] | None = None
     ) -> list[Reply]:
-        """Asks all servers at once, each its own, and returns their replies.
+        """Sends each server its own request, to all at once, and returns their replies.
 
         Raises:
-          PeerLostError: A server is gone, or a worker that the others need.
-          TfringError: A server refused, with its reason.
+          PeerLostError: If a server is gone, or a worker that the others need.
+          TfringError: If a server refuses, with its reason.
         """
         arrays = [()] * self.num_servers if arrays is None else arrays
-        # Sent to all before any reply is waited for: a server may wait for what another worker sends to another server.
+        # Sent to all before any reply is awaited: a server may wait for what another worker sends to another server.
         asked = [
             self._pool.submit(self.ask, server, operation, head, its)
             for server, (head, its) in enumerate(zip(heads, arrays, strict=True))
@@ -116,7 +116,7 @@ class Client:
         return [future.result() for future in asked]
 
     def ask(self, server: int, operation: str, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Reply:
-        """Asks one server; see `ask_all`. Where it is lost and comes back, the request is repeated."""
+        """Sends a request to one server. See `ask_all`. Repeats the request if the server is lost and comes back."""
         message = {"op": operation, "number": next(self._numbers), **head}
         with self._locks[server]:
             began = clocks.now()
@@ -151,7 +151,7 @@ class Client:
         return reply
 
     def _watch(self, server: int) -> None:
-        """Comes back to a server also while nothing is asked of it: others may wait for this worker there."""
+        """Reconnects to a lost server even without a request: other workers may wait there for this one."""
         lock = self._locks[server]
         while not self._closing.wait(_LOOK_SECONDS):
             if lock.acquire(blocking=False):
@@ -160,7 +160,7 @@ class Client:
                         failure := self._connections[server].failure()
                     ):
                         if self._is_replicated and has_left(failure):
-                            return  # its program has ended, as the next request tells
+                            return  # its program has ended, as the next request reports
                         self._reconnect(server, failure)
                 except TfringError:
                     return  # the next request raises it
@@ -168,10 +168,10 @@ class Client:
                     lock.release()
 
     def _reconnect(self, server: int, why: object) -> None:
-        """Waits for a server that is lost, and joins it again.
+        """Waits for a lost server, and joins it again.
 
         Raises:
-          PeerLostError: It did not come back in time, or without what it held.
+          PeerLostError: If it does not come back in time, or comes back without the shards that it held.
         """
         seconds, began = config.read("TFRING_CONNECT_TIMEOUT_SECONDS"), time.monotonic()
         where = f"server {self._at[server]} to come back"
@@ -184,7 +184,7 @@ class Client:
         except TfringError as problem:
             self._gone[server] = problem
             raise
-        except RuntimeError as problem:  # this process ends, and starts no more threads
+        except RuntimeError as problem:  # this process is ending and cannot start threads
             self._gone[server] = PeerLostError(f"server {server} has not come back: {problem}")
             raise self._gone[server] from None
         self._bytes_before[server] += self._connections[server].bytes_sent()
@@ -195,7 +195,7 @@ class Client:
     def _joined_again(self, server: int, deadline: float) -> Connection:
         for number in itertools.count():
             connection = None
-            if number % _TRIES == 0:  # from the other server on
+            if number % _TRIES == 0:  # beginning with the other server
                 self._at[server] = self._other(server)
             try:
                 connection = self._connect(server, _TRY_SECONDS)
@@ -205,7 +205,7 @@ class Client:
                 reply = connection.receive()
                 if reply[0].get("is_secondary"):
                     raise PeerLostError(f"server {self._at[server]} is not the primary")
-            except (PeerLostError, RendezvousError) as error:  # it is gone again, perhaps
+            except (PeerLostError, RendezvousError) as error:  # it may be gone again
                 if connection is not None:
                     connection.close()
                 if time.monotonic() >= deadline or self._closing.is_set():
@@ -217,16 +217,16 @@ class Client:
         raise AssertionError
 
     def bytes_sent(self) -> int:
-        """Returns how many bytes this worker has sent to servers."""
+        """Returns the number of bytes that this worker has sent to servers."""
         return sum(self._bytes_before) + sum(connection.bytes_sent() for connection in self._connections)
 
     def tell_raised(self, error: BaseException) -> None:
-        """Tells all servers that the program of this worker raised, so that the others go on if it does not."""
+        """Tells all servers that this worker's program raised, so that the others continue if this one does not."""
         for connection in self._connections:
             connection.tell_raised(error)
 
     def close(self, is_done: bool = True) -> None:
-        """Leaves all servers. Where `is_done` is False they learn that this worker has failed."""
+        """Leaves all servers. If `is_done` is False, they learn that this worker has failed."""
         self._closing.set()
         for server, lock in enumerate(self._locks):
             with lock:
@@ -242,5 +242,5 @@ class Client:
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """Says whether the program has come to its end, or ends by an exception."""
+        """Leaves all servers, and lets them know whether the program has finished or ends by an exception."""
         self.close(is_done=not hasattr(sys, "last_type"))

@@ -1,7 +1,7 @@
-"""Collectives of a worker that goes on by itself.
+"""Collectives of a worker that trains independently of the others.
 
-In training it learns from a server what worker 0 has, and all else is its own. What the program itself exchanges,
-by the functions for scripts, all workers that are left bring to server 0.
+During training it gets worker 0's values from a server, and everything else is its own. Values that the program itself
+exchanges, by the functions for scripts, are sent to server 0 by all workers that are left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from tfring.servers.client import Client
 
 
 class PostedCollectives(LocalCollectives):
-    """One process alone, but for `broadcast`: server 0 hands on what worker 0 has posted. All workers call it alike.
+    """Collectives of one process alone, except `broadcast`: server 0 passes on what worker 0 has posted.
+
+    All workers make the same calls of `broadcast`.
 
     Args:
-      client: The connections of this worker.
+      client: The connections of this worker to the servers.
     """
 
     reaches_others = True
@@ -63,15 +65,15 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class MeetingCollectives:
-    """The exchanges that a program itself calls, of all workers that are left, where each goes on by itself.
+    """Collectives that the program itself calls, over all workers that are left, if workers train independently.
 
-    A worker that was lost has no part in them; where it comes back, its calls that the others made while it was away
-    return what the others exchanged. All others call them alike, and outside of the steps of training.
+    A lost worker does not take part. If it comes back, the calls that the others made while it was away return what
+    the others exchanged. All others make the same calls, outside of training steps.
 
     Args:
-      rank: Of this worker.
-      world_size: How many workers the job began with.
-      meet: Brings arrays to server 0, and returns the sums of those of all workers that are left.
+      rank: Rank of this worker.
+      world_size: Number of workers at the start of the job.
+      meet: A function that sends arrays to server 0, and returns their sums over all workers that are left.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class MeetingCollectives:
         self._meet = meet
 
     def barrier(self, *, name: str) -> None:
-        """Returns once every worker that is left has called it."""
+        """Blocks until every worker that is left has called it."""
         self._gather([], name)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum", *, name: str) -> list[tf.Tensor]:
@@ -150,7 +152,7 @@ class MeetingCollectives:
         """Returns the arrays of each worker that is left, by rank.
 
         Raises:
-          MismatchError: On all, where one calls something else.
+          MismatchError: On all workers, if one of them makes a different call.
         """
         message = messages.pack({"call": name}, arrays)
         lengths = np.zeros([self.world_size], np.int64)
@@ -158,13 +160,13 @@ class MeetingCollectives:
         [lengths] = self._meet("exchange", [lengths])
         ends = np.cumsum(lengths)
         every = np.zeros([int(ends[-1])], np.uint8)
-        if lengths[self.rank]:  # else it has come back after this call: it takes what the others exchanged
+        if lengths[self.rank]:  # otherwise it came back after this call, and takes what the others exchanged
             every[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = message
         [every] = self._meet("exchange", [every])
         found, calls = {}, {}
         for rank, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
             part = every[end - length : end].copy()
-            if part.any():  # else it was lost before, or between the two
+            if part.any():  # otherwise it was lost before, or between the two
                 head, found[rank] = messages.unpack(part)
                 calls[rank] = head["call"]
         other = next((rank for rank, call in calls.items() if call != name), None)

@@ -1,4 +1,4 @@
-"""A worker and a server, connected by a ring of the two: requests one way, replies the other; or two servers."""
+"""A connection of a worker and a server, or of two servers: a ring of the two. Requests go one way, replies back."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from tfring.ring import trace
 from tfring.ring.communicator import Communicator
 from tfring.servers import messages
 
-_FOR_EVER = 1e8  # seconds: a worker that evaluates asks a server nothing, and a server waits for slow workers
+_FOR_EVER = 1e8  # seconds: an evaluating worker sends servers no requests, and a server waits for slow workers
 
 
 class Connection:
     """One end of the connection of a worker and a server, or of two servers that hold the same shards.
 
     Args:
-      roles: Of this process.
-      other: The number of the server, or the rank of the worker.
-      shards: Which shards it is about, where a server may hold those of another; None where it holds its own alone.
-      between_servers: Whether this and the other are the two servers that hold these shards.
-      seconds: How long to wait for it; by default as long as a ring waits for its ranks.
+      roles: Roles of this process.
+      other: Number of the server, or rank of the worker, at the other end.
+      shards: Number of the shards that the connection serves, if a server may hold those of another server. None if
+        it holds only its own.
+      between_servers: Whether the two ends are the two servers that hold these shards.
+      seconds: Time to wait for the other end, in seconds. Defaults to the time that a ring waits for its ranks.
 
     Attributes:
-      last_sent: Bytes of the last message that was sent.
-      last_received: Bytes of the last that came.
+      last_sent: Size of the last message sent, in bytes.
+      last_received: Size of the last message received, in bytes.
 
     Raises:
-      RendezvousError: The other did not come.
+      RendezvousError: If the other end does not connect in time.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Connection:
         """Sends a message.
 
         Raises:
-          PeerLostError: The other is gone.
+          PeerLostError: If the other end is gone.
         """
         message = messages.pack(head, arrays)
         self._call(lambda: self._communicator.send(message, self._other, name="message"))
@@ -74,29 +75,29 @@ class Connection:
         """Waits for a message and returns its head and arrays.
 
         Raises:
-          PeerLostError: The other is gone.
+          PeerLostError: If the other end is gone.
         """
         message = self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
         self.last_received = message.nbytes
         return messages.unpack(message)
 
     def failure(self) -> BaseException | None:
-        """Returns why the connection is broken; None while it is not."""
+        """Returns the error that broke the connection, or None while it is intact."""
         return self._communicator.failure()
 
     def tell_raised(self, error: BaseException) -> None:
-        """Has the other give this end up, unless it is asked something within three seconds."""
+        """Makes the other end give up this end unless it gets a request within three seconds."""
         self._communicator.tell_raised(error)
 
     def bytes_sent(self) -> int:
-        """Returns how many bytes this end has sent."""
+        """Returns the number of bytes that this end has sent."""
         if self._bytes_sent is not None:
             return self._bytes_sent
         return int(self._communicator.statistics()["bytes_sent"])
 
     def close(self) -> None:
-        """Leaves the other, which gets a PeerLostError where it waits."""
-        with contextlib.suppress(ValueError):  # Python ends, and has closed it
+        """Closes this end. If the other end is waiting, it gets a PeerLostError."""
+        with contextlib.suppress(ValueError):  # Python is exiting and has closed it
             self._bytes_sent = self.bytes_sent()
         self._communicator.close()
 

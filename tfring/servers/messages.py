@@ -2,7 +2,7 @@
 
     8 bytes: length of the JSON text │ {"head": {...}, "arrays": [[dtype, shape], ...]} │ pad │ array │ pad │ array ...
 
-Nothing is pickled. Arrays begin at multiples of 64 bytes; those of a message that is read are views of it.
+Nothing is pickled. Arrays begin at multiples of 64 bytes. Arrays that are read from a message are views of it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DTYPES = (
 
 
 def pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> np.ndarray:
-    """Returns a message as uint8 `[bytes]`.
+    """Returns a message as a uint8 array of shape `[bytes]`.
 
     Args:
-      head: What JSON can hold.
-      arrays: Of the dtypes in `DTYPES`.
+      head: A mapping that JSON can encode.
+      arrays: Arrays of the dtypes in `DTYPES`.
 
     >>> head, [array] = unpack(pack({"op": "push"}, [np.array([1.0, 2.0])]))
     >>> head, array
@@ -49,10 +49,10 @@ def pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> np.ndarr
 
 
 def unpack(message: np.ndarray) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Returns the head and the arrays of a message, which are views of it.
+    """Returns the head and the arrays of a message. The arrays are views of it.
 
     Raises:
-      ValueError: It is no message of `pack`.
+      ValueError: If it is not a message of `pack`.
     """
     try:
         length = int.from_bytes(message[:8].tobytes(), "little")

@@ -1,11 +1,11 @@
-"""Two servers hold the same shards: the primary answers workers, the secondary gets all that changes before they do.
+"""Two servers hold the same shards: the primary answers workers, the secondary gets each change before they do.
 
     worker ═ push ═► primary ── the update ──► secondary      the same updates in the same order
                         │ ◄─ acknowledgement ──┘ then updates, too
     worker ◄═ values ═══╛
 
-Shards `s` are held by servers `s`, the first primary, and `s + 1`. When the primary's process is gone the secondary is
-the primary; what is started again in the other's place becomes the secondary, and is filled first.
+Servers `s` and `s + 1` hold shards `s`. Server `s` is the primary at first. When the primary's process is gone, the
+secondary becomes the primary. A process started in the lost one's place becomes the secondary, and is filled first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tfring.errors import PeerLostError, Reason, RendezvousError
 from tfring.servers.connection import Connection
 
 PRIMARY, SECONDARY = "primary", "secondary"
-_PAUSE_SECONDS = 0.1  # between attempts to meet
-_LOOK_SECONDS = 0.2  # between looks at whether a secondary is gone that nothing is sent to
+_PAUSE_SECONDS = 0.1  # between attempts to connect
+_LOOK_SECONDS = 0.2  # between checks whether an idle secondary is gone
 
 _log = logging.getLogger(__name__)
 
@@ -36,32 +36,32 @@ class Copied(Protocol):
     """State with a copy on the other server. Its methods are called with the lock held."""
 
     def full(self) -> Message:
-        """Returns all that a secondary needs."""
+        """Returns all state that a secondary needs."""
 
     def take(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """Takes a message of the primary, `full` or of what has changed."""
+        """Applies a message of the primary: `full`, or a change."""
 
     def promote(self) -> None:
-        """Goes on as the primary."""
+        """Continues as the primary."""
 
     def fail(self, why: str) -> None:
-        """Ends this server by an error."""
+        """Ends this server with an error."""
 
     def end(self) -> None:
-        """Ends this server, which holds nothing."""
+        """Ends this server, which holds no state."""
 
 
 class Replica:
     """One end of the link between the two servers that hold the same shards.
 
     Args:
-      roles: Of this process, a server.
-      shards: The number of the server that is the primary at first.
-      copied: What is kept alike.
-      changed: Its lock.
+      roles: Roles of this process, which is a server.
+      shards: Number of the server that is the primary at first.
+      copied: The state that is kept the same on both servers.
+      changed: The condition with the lock of that state.
 
     Attributes:
-      role: `PRIMARY`, `SECONDARY`, or None until the two have met.
+      role: `PRIMARY`, `SECONDARY`, or None until the two servers have connected.
     """
 
     def __init__(self, roles: Roles, shards: int, copied: Copied, changed: threading.Condition) -> None:
@@ -70,22 +70,22 @@ class Replica:
         self._shards = shards
         self._copied = copied
         self._changed = changed
-        self._link: Connection | None = None  # of a primary whose secondary has all
+        self._link: Connection | None = None  # of a primary, once its secondary has all state
         first, second = shards, (shards + 1) % len(roles.servers)
         self._other = second if roles.index == first else first
         self._is_first = roles.index == first
 
     def start(self) -> None:
-        """Meets the other server, in a thread."""
+        """Starts the thread that connects to the other server."""
         threading.Thread(target=self._run, name=f"tfring-replica-{self._shards}", daemon=True).start()
 
     def pass_on(
         self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Sends what changes to the secondary, calls `meanwhile`, and waits until it has arrived; with the lock held.
+        """Sends a change to the secondary, calls `meanwhile`, and waits until it has arrived, with the lock held.
 
         Raises:
-          PeerLostError: The secondary does not answer, and its process may live.
+          PeerLostError: If the secondary does not answer, and its process may be alive.
         """
         link = self._link
         if link is not None:
@@ -102,7 +102,7 @@ class Replica:
             self._lose(error)
 
     def _lose(self, error: PeerLostError) -> None:
-        """Goes on alone where the secondary's process is gone. One that is silent may think the same of this one."""
+        """Continues alone if the secondary's process is gone. A silent secondary may assume the same of this server."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -126,13 +126,13 @@ class Replica:
                         self._copied.fail(str(error))
                     return
                 time.sleep(_PAUSE_SECONDS)
-                continue  # nothing was started in the other's place so far
+                continue  # no process was started in the other's place so far
             try:
                 theirs = self._greet(link)
                 self._hold(link, theirs)
             except PeerLostError as error:
                 with self._changed:
-                    if self.role is None and has_left(error):  # it says itself why, where the workers are not through
+                    if self.role is None and has_left(error):  # it reports why, if the workers have not finished
                         self._copied.end()
                         return
                     if self.role == SECONDARY and is_gone(error):
@@ -144,12 +144,12 @@ class Replica:
             except Exception as error:
                 with self._changed:
                     self._copied.fail(f"{type(error).__name__}: {error}")
-                raise  # a defect: with its lines
+                raise  # a defect: with its traceback
             finally:
                 link.close()
 
     def _greet(self, link: Connection) -> str | None:
-        """Exchanges roles; None of a process that has just been started."""
+        """Exchanges roles. Returns the other's, None if its process has just been started."""
         if self._is_first:
             link.send({"role": self.role})
         theirs = link.receive()[0]["role"]
@@ -158,10 +158,10 @@ class Replica:
         return theirs
 
     def _hold(self, link: Connection, theirs: str | None) -> None:
-        """Keeps the two alike until the link breaks; one of them has just been started.
+        """Keeps the two servers in the same state until the link breaks. One of them has just been started.
 
         Raises:
-          PeerLostError: As a secondary, or while it is filled.
+          PeerLostError: If the link breaks on a secondary, or while it is filled.
         """
         if self.role == PRIMARY or (theirs is None and self._is_first):
             with self._changed:
@@ -185,7 +185,7 @@ class Replica:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Returns whether a process was lost by its end, which its host tells, and not by its silence.
+    """Returns whether a process was lost because it ended, as its host reports, and not because it was silent.
 
     >>> is_gone(PeerLostError("rank 1 died", reason=Reason.DIED)), is_gone(PeerLostError("rank 1 is stopped"))
     (True, False)
@@ -194,7 +194,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def has_left(error: BaseException) -> bool:
-    """Returns whether a process was lost because its program ended, by an error perhaps.
+    """Returns whether a process was lost because its program ended, possibly with an error.
 
     >>> has_left(PeerLostError("rank 1 closed the ring", reason=Reason.CLOSED)), has_left(PeerLostError("it is silent"))
     (True, False)

@@ -1,7 +1,7 @@
-"""A server's side: a thread for each worker answers its requests; one lock guards parameters and bookkeeping.
+"""The server's side: a thread for each worker answers its requests. One lock guards parameters and bookkeeping.
 
     worker 0 ═ requests ═► thread 0 ─┐               ┌─► ShardStore: shards and the optimizer of one model
-    worker 1 ═ requests ═► thread 1 ─┼─ Admission ───┤   (what updates them is handed in, for it needs TensorFlow)
+    worker 1 ═ requests ═► thread 1 ─┼─ Admission ───┤   (the store is passed in: it needs TensorFlow)
     worker 2 ═ requests ═► thread 2 ─┘  who, when    └─► replies to the threads whose gradients were in the update
 """
 
@@ -29,7 +29,7 @@ from tfring.servers.replica import PRIMARY, Replica
 from tfring.servers.snapshots import Snapshots
 from tfring.servers.tracing import UNTRACED, ServerTrace
 
-_MOST_MEETINGS = 4  # that are remembered
+_MOST_MEETINGS = 4  # that are kept
 _LAST_REPLY_SECONDS = 5.0  # until the reply to a worker that leaves is sent
 
 _log = logging.getLogger(__name__)
@@ -41,50 +41,50 @@ class ShardStore(Protocol):
     """The shards of one optimizer's variables, and the optimizer."""
 
     def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """Takes values of variables and slots."""
+        """Loads values of variables and slots."""
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> Any:
-        """Returns the sum of gradients, each times its factor; None for one that is weighed already."""
+        """Returns the sum of gradients, each times its factor. A factor of None: already weighted."""
 
     def norms(self, merged: Any) -> list[float]:
-        """Returns the sum of squares of the gradient of each shard; empty where the optimizer clips by none."""
+        """Returns the sum of squares of the gradient of each shard, or an empty list if the optimizer clips by none."""
 
     def update(self, merged: Any, norms: list[float] | None, learning_rate: float | None) -> None:
-        """Makes an update."""
+        """Applies an update."""
 
     def values(self, wanted: str) -> list[np.ndarray]:
-        """Returns shards: "pulled" those that travel in full with each reply, "all" all of them."""
+        """Returns shards. "pulled": those sent in full with each reply. "all": all of them."""
 
     def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
-        """Returns rows of a shard by their number in it."""
+        """Returns rows of a shard by their index in it."""
 
     def slots(self) -> Answer:
         """Returns the optimizer's variables."""
 
     def iterations(self) -> int:
-        """Returns how many gradients the optimizer has taken, as Keras counts them."""
+        """Returns the number of gradients that the optimizer has applied, as Keras counts them."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns what a worker has to know of the slots."""
+        """Returns the description of the slots that a worker needs."""
 
 
 class _Group:
-    """One optimizer: what is held, and the gradients that wait for its next update."""
+    """One optimizer: its shards, and the gradients that wait for its next update."""
 
     def __init__(self, held: ShardStore, description: Mapping[str, Any], admission: Admission) -> None:
         self.held = held
         self.description = description
         self.admission = admission
         self.gradients: dict[int, tuple[float | None, list[np.ndarray], float | None]] = {}
-        self.taken: dict[int, Arrival] = {}  # of the last update that a worker's gradient was in
-        self.made: dict[int, tuple[int, int]] = {}  # of the same: when it was begun, and the worker that came last
+        self.taken: dict[int, Arrival] = {}  # by worker: in the last update that used its gradient
+        self.made: dict[int, tuple[int, int]] = {}  # of this update: its start, and the worker that came last
         self.merged: Any = None  # of the update that waits for the norms of all servers
         self.norms: list[float] = []
-        self.learning_rate: float | None = None  # that came with the last gradient
+        self.learning_rate: float | None = None  # sent with the last gradient
         self.numbers: dict[int, int] = {}  # of the request that brought the last gradient of each worker
 
     def update(self, merged: Any, rate: float | None) -> None:
-        """Makes an update, or keeps it until the norms of all servers are there."""
+        """Applies an update, or keeps it until the norms of all servers are known."""
         if self.norms:
             self.merged = merged
         else:
@@ -92,7 +92,7 @@ class _Group:
 
 
 class _Timing(threading.local):
-    """Nanoseconds of the request that a thread answers, and the worker that it has waited for; -1 for none."""
+    """Times in nanoseconds of the request that a thread answers, and the worker it has waited for (-1: none)."""
 
     def __init__(self) -> None:
         self.reset()
@@ -106,16 +106,16 @@ class Service:
     """Serves the workers of a job until the last has left.
 
     Args:
-      roles: Of this process, a server.
-      settings: What this program's strategy was made with.
-      make_held: `make_held(description, shards)` makes what is held for one optimizer.
-      make_admission: Makes the bookkeeping of one optimizer.
-      needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
-      snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
-      snapshot_seconds: From one snapshot to the next.
-      server_trace: The trace of this server; by default it writes none.
-      shards: The number of the server whose shards are served; by default this one.
-      is_replicated: Whether this is one of two servers that hold these shards; see `tfring.servers.replica`.
+      roles: Roles of this process, which is a server.
+      settings: Settings with which this program's strategy was made.
+      make_held: A function `make_held(description, shards)` that returns the store of one optimizer.
+      make_admission: A function that returns the bookkeeping of one optimizer.
+      needs_all: Whether the loss of one worker ends the job. Otherwise another process may come back in its place.
+      snapshots: The snapshots of this server. If given, a worker that has lost this server may come back.
+      snapshot_seconds: Interval between snapshots, in seconds.
+      server_trace: The trace of this server. By default no trace is written.
+      shards: Number of the server whose shards are served. Defaults to this server.
+      is_replicated: Whether this is one of two servers that hold these shards. See `tfring.servers.replica`.
     """
 
     def __init__(
@@ -140,35 +140,35 @@ class Service:
         self._snapshot_seconds = snapshot_seconds
         self._shards = roles.index if shards is None else shards
         self._trace = server_trace or ServerTrace(roles, None)
-        self._run = secrets.randbits(62)  # the number of the traces of this job, where this is server 0
+        self._run = secrets.randbits(62)  # the number of the traces of this job, if this is server 0
         self._timing = _Timing()
-        # Whose snapshots are written, or whose shards are held: workers tell it to a server that is started again.
+        # The job of the snapshots that are written, or of the shards held. Workers tell it to a restarted server.
         self._job: str | None = secrets.token_hex(8) if is_replicated else None
-        self._num_ordered = self._num_written = 0  # snapshots that are waited for
+        self._num_ordered = self._num_written = 0  # snapshots that a thread waits for
         self._changed = threading.Condition()
         self._replica = Replica(roles, self._shards, self, self._changed) if is_replicated else None
-        self._joined: set[int] = set()  # workers that have a connection, as of a primary
+        self._joined: set[int] = set()  # workers that are connected to this server as a primary
         self._groups: dict[int, _Group] = {}
         self._live = set(range(len(roles.workers)))
         self._training: set[int] = set()  # workers that have begun an epoch and not ended it
         self._left: set[int] = set()
         self._lost: dict[int, str] = {}
-        self._returning: set[int] = set()  # of the lost: other processes have joined in their places, and do not train
-        self._position: dict[str, Any] | None = None  # of the epoch under way, as workers tell it
+        self._returning: set[int] = set()  # lost workers: another process has joined in their place, and does not train
+        self._position: dict[str, Any] | None = None  # of the epoch under way, as workers report it
         self._last_end: list[np.ndarray] = []  # results of the last meeting at the end of an epoch
-        self._awaited: set[int] = set()  # workers that have not come back yet to this server, which was started again
-        self._done: dict[int, int] = {}  # the number of the last request of each worker that was answered
+        self._awaited: set[int] = set()  # workers that have not yet come back to this restarted server
+        self._done: dict[int, int] = {}  # the number of the last answered request of each worker
         self._failure: str | None = None
-        self._is_over = False  # before it held anything
+        self._is_over = False  # ended before it held any state
         self._board: dict[str, Answer] = {}
         self._asked: dict[int, int] = {}  # the number of the last post that each worker has asked for
         self._batches: dict[str | None, dict[int, tuple[int, int]]] = {}  # of an epoch: who drew each first, its digest
-        self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
+        self._claims: dict[str, int] = {}  # number of batches handed out in each epoch
         self._claimed: dict[int, int] = {}  # the last batch of each worker
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
         self._results: dict[str, list[np.ndarray]] = {}
         self._at: dict[int, str] = {}  # the meeting that a worker waits in
-        self._last_come: dict[str, int] = {}  # to each meeting
+        self._last_come: dict[str, int] = {}  # the last worker at each meeting
         self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
             "join": self._join,
             "return": self._return,
@@ -188,7 +188,7 @@ class Service:
         }
 
     def start(self) -> None:
-        """Begins to serve, in threads."""
+        """Starts to serve, in threads."""
         self._threads = {
             worker: threading.Thread(target=self._serve, args=(worker,), name=f"tfring-worker-{worker}", daemon=True)
             for worker in sorted(self._live)
@@ -205,11 +205,11 @@ class Service:
         self._alone_since: float | None = None
 
     def check_over(self) -> bool:
-        """Returns whether all workers have left, or those that were not lost; or the other server, filling this one.
+        """Returns whether all workers that were not lost have left, or the other server while it filled this one.
 
         Raises:
-          PeerLostError: A worker was lost that the others need, or all were, or the other server with these shards.
-          RendezvousError: A worker did not come.
+          PeerLostError: If a worker that the others need was lost, or all, or the other server with these shards.
+          RendezvousError: If a worker does not connect in time.
         """
         if self._replica is not None and self._failure is not None:
             raise PeerLostError(self._failure)
@@ -225,7 +225,7 @@ class Service:
             return False
         for worker, thread in self._threads.items():
             if self._is_secondary:
-                break  # workers come to the other, and leave there
+                break  # workers connect to the other server, and leave there
             if worker in self._left or self._needs_all:
                 thread.join(None if self._replica is None else _LAST_REPLY_SECONDS)
         if self._failure or not self._left:
@@ -237,7 +237,7 @@ class Service:
         return self._replica is not None and self._replica.role != PRIMARY
 
     def _serve(self, worker: int) -> None:
-        """Answers a worker until it leaves, or is lost; where others go on without it also when it comes back."""
+        """Answers a worker until it leaves or is lost. Answers it again if the job continues and it comes back."""
         while worker not in self._left:
             connection = None
             try:
@@ -246,7 +246,7 @@ class Service:
                 self._answer_all(worker, connection)
             except Exception as error:
                 with self._changed:
-                    # A worker asks a secondary once, and goes to the primary.
+                    # A worker sends one request to a secondary, then goes to the primary.
                     is_missed = self._replica is None or worker in self._joined or (
                         not self._is_secondary and isinstance(error, RendezvousError)
                     )
@@ -291,7 +291,7 @@ class Service:
                     self._wait_until(lambda: self._replica is not None and self._replica.role is not None)
                     if self._is_secondary:
                         return {"is_secondary": True}, []
-                # A worker repeats its last request where it has lost the connection before the reply.
+                # A worker repeats its last request if it has lost the connection before the reply.
                 head["number"] = number
                 head["is_repeated"] = number is not None and self._done.get(worker) == number
                 answer = self._operations[operation](worker, head, arrays)
@@ -305,14 +305,14 @@ class Service:
             return {"error": f"{type(error).__name__}: {error}"}, []
 
     def _end_by(self, why: str) -> None:
-        """Has all workers that wait, or ask for something, end by an error."""
+        """Makes all workers that wait, or send a request, end with an error."""
         with self._changed:
             self._failure = self._failure or why
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def _ending_all(self) -> Iterator[None]:
-        """Ends all workers where an update fails: it is in the thread of one of those whose gradients it takes."""
+        """Ends all workers if an update fails: it runs in the thread of only one of those whose gradients it uses."""
         try:
             yield
         except PeerLostError:
@@ -344,10 +344,10 @@ class Service:
             self._changed.notify_all()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits with the lock given back meanwhile.
+        """Waits for a condition. Releases the lock meanwhile.
 
         Raises:
-          PeerLostError: A worker is lost that all need.
+          PeerLostError: If a worker that all need is lost.
         """
         began = clocks.now()
         self._changed.wait_for(lambda: self._failure is not None or condition())
@@ -386,9 +386,9 @@ class Service:
         return {"job": self._job, "is_back": is_back, "run": self._run}, []
 
     def _return(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Takes in another process of a worker that was lost: from now on the others wait for it where they meet.
+        """Admits another process in the place of a lost worker: from now on the others wait for it at meetings.
 
-        Where nothing is held yet, it begins as all do.
+        If no state is held yet, it begins as all do.
         """
         position = self._position if self._groups else None
         if position is not None and position["fit"] != head["fit"]:
@@ -411,7 +411,7 @@ class Service:
             group.admission.live.add(worker)
 
     def _readmit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        """Takes a worker back, and from it what it alone knows: its last batch and its last meeting."""
+        """Readmits a worker, and adopts what only this worker knows: its last batch and its last meeting."""
         if worker in self._awaited:
             if head.get("claimed"):
                 epoch, batch = head["claimed"]
@@ -433,9 +433,9 @@ class Service:
         self._changed.notify_all()
 
     def _create(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Worker 0 hands over the values; the others wait for it, and find what they have alike.
+        """Loads the values of worker 0. The others wait for them, and have to describe the same variables.
 
-        Worker 0 that comes back takes what is held, as they do.
+        A worker 0 that comes back takes the values held, as the others do.
         """
         number, description = int(head["group"]), head["description"]
         if worker == 0 and ("values" in head or "slots" in head):
@@ -471,7 +471,7 @@ class Service:
     def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         group, began, came = self._groups[int(head["group"])], time.monotonic(), clocks.now()
         if not head["is_repeated"]:
-            if self._replica is not None:  # what waits with this gradient may be still to come to this server
+            if self._replica is not None:  # other gradients of its update may not have reached this server yet
                 self._wait_until(lambda: not self._awaited)
             rate = group.learning_rate = head.get("learning_rate")
             group.numbers[worker] = head["number"]
@@ -480,7 +480,7 @@ class Service:
             group.admission.arrive(worker)
             self._try_update(group, worker)
             self._wait_until(lambda: worker in group.taken)
-            made, last = group.made[worker]  # after which an update is computed, on the thread of the last
+            made, last = group.made[worker]  # then the update is computed, on the thread of the last worker
             self._timing.waited = min(self._timing.waited, max(0, made - came))
             self._timing.whom = last if last != worker else -1
         arrival = group.taken.get(worker) or Arrival(worker, 0, 1.0)
@@ -491,12 +491,12 @@ class Service:
             "version": group.admission.version,
             "iterations": group.held.iterations(),
         }
-        if group.norms:  # still those of this update: the next one waits for this worker
+        if group.norms:  # still the norms of this update: the next one waits for this worker
             return {**reply, "norms": group.norms}, []
         return reply, group.held.values("pulled")
 
     def _commit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """The norms of all servers are there: the first worker that brings them has the update made."""
+        """Applies the update that waits for the norms of all servers, for the first worker that sends them."""
         group = self._groups[int(head["group"])]
         if group.merged is not None:
             merged, group.merged = group.merged, None
@@ -509,7 +509,7 @@ class Service:
         return {"iterations": group.held.iterations()}, group.held.values("pulled")
 
     def _try_update(self, group: _Group, worker: int) -> None:
-        """Makes an update where one is due; `worker` has come, or gone."""
+        """Applies an update if one is due. `worker` has just arrived, or left."""
         made = clocks.now(), worker
         arrivals = group.admission.take()
         if not arrivals:
@@ -533,7 +533,7 @@ class Service:
             self._try_update(group, worker)
 
     def _pass_on_update(self, group: _Group, merged: Any, arrivals: list[Arrival], rate: float | None) -> None:
-        """Makes an update, and has the secondary make it."""
+        """Applies an update, and has the secondary apply it."""
         head: dict[str, Any] = {}
         arrays: list[np.ndarray] = []
         if self._replica is not None:
@@ -591,10 +591,10 @@ class Service:
         return {"batch": self._claimed[worker]}, []
 
     def _compare_batches(self, worker: int, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """Compares digests of the batches that a worker has drawn with those of the others; server 0 does it.
+        """Compares digests of the batches that a worker has drawn with those of the others. Server 0 does this.
 
         Raises:
-          MismatchError: They differ. Then all others end, too, for no rows are trained once.
+          MismatchError: If they differ. All others end as well, because rows are then not trained once each.
         """
         epoch, first = head.get("epoch"), head.get("first", 0)
         if epoch not in self._batches:
@@ -611,10 +611,10 @@ class Service:
                 raise MismatchError(why)
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Sends what worker 0 has posted under a name to all who ask for it."""
+        """Sends what worker 0 has posted under a name to all workers that ask for it."""
         name = head["name"]
         self._asked[worker] = max(self._asked.get(worker, -1), _number_of_post(name))
-        if worker == 0 and name not in self._board:  # else it has come back, and others have what it posted before
+        if worker == 0 and name not in self._board:  # otherwise it has come back, and others have its earlier post
             dropped = self._drop_posts()
             self._pass_on({"what": "post", "name": name, "dropped": dropped}, arrays)
             self._board[name] = ({}, [a.copy() for a in arrays])
@@ -627,8 +627,8 @@ class Service:
         return self._board[name]
 
     def _drop_posts(self) -> list[str]:
-        """Drops posts before one that all workers have asked for, and returns their names: all have their replies."""
-        if self._returning or self._may_come_back():  # such a worker asks for them all again
+        """Drops posts older than one that all workers have asked for: all have replies. Returns the posts' names."""
+        if self._returning or self._may_come_back():  # a worker that comes back asks for all again
             return []
         least = min((self._asked.get(worker, -1) for worker in self._live), default=-1)
         dropped = [name for name in self._board if 0 <= _number_of_post(name) < least]
@@ -637,7 +637,7 @@ class Service:
         return dropped
 
     def _meet(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Waits for all workers that are left, and returns the sums of what they have brought."""
+        """Waits for all workers that are left, and returns the sums of their arrays."""
         name = head["name"]
         self._wait_until(lambda: not self._awaited)
         if name not in self._results and any(_number(name) < _number(other) for other in self._results):
@@ -676,14 +676,14 @@ class Service:
                 if name.startswith("end/"):
                     self._last_end = self._results[name]
                 self._changed.notify_all()
-        for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
+        for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: workers attend them in order
             if name.startswith("exchange/") and self._may_come_back():
-                continue  # such a worker begins its program again, and calls what the others called
+                continue  # a worker that comes back repeats its program, and the calls of the others
             del self._results[name], self._meetings[name]
             self._last_come.pop(name, None)
 
     def _may_come_back(self) -> bool:
-        """Returns whether another process may take the place of a worker: in its first call of `fit`."""
+        """Returns whether another process may take the place of a worker. It may in its first call of `fit`."""
         is_restarted = self._roles.source != launch_variables.SOURCE or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
         is_first = self._position is None or self._position["fit"] <= 1
         return not self._needs_all and is_restarted and is_first
@@ -708,7 +708,7 @@ class Service:
             meanwhile()
 
     def full(self) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Returns all that a secondary needs."""
+        """Returns all state that a secondary needs."""
         head, arrays = self._snapshot()
         for number, group in self._groups.items():
             if group.merged is not None:
@@ -724,7 +724,7 @@ class Service:
         return head, [*arrays, *self._last_end]
 
     def take(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """Takes what the primary has passed on."""
+        """Applies a message that the primary has passed on."""
         what, arrays = head["what"], list(arrays)
         if what == "full":
             self._take_full(head, arrays)
@@ -778,14 +778,14 @@ class Service:
         self._claims = dict(head["claims"])
         self._claimed = {int(worker): batch for worker, batch in head["claimed"].items()}
         self._left, self._lost = set(head["left"]), {int(worker): why for worker, why in head["lost"].items()}
-        if head["groups"]:  # none where the job has just begun
+        if head["groups"]:  # none if the job has just begun
             _log.warning(
                 "Server %d holds the shards of server %d again, as two servers do: one of them may be lost.",
                 *(self._roles.index, self._shards),
             )
 
     def promote(self) -> None:
-        """Goes on as the primary: workers come, and tell what they alone know."""
+        """Continues as the primary. Workers connect, and report what only they know."""
         self._awaited = set(self._live)
         for group in self._groups.values():
             computing = self._live if self._needs_all else ()
@@ -802,19 +802,19 @@ class Service:
         return (self._shards + 1) % len(self._roles.servers)
 
     def fail(self, why: str) -> None:
-        """Ends this server by an error."""
+        """Ends this server with an error."""
         if self._failure is None and (self._live or self._returning):
             self._failure = why
         self._changed.notify_all()
 
     def end(self) -> None:
-        """Ends this server, which holds nothing."""
+        """Ends this server, which holds no state."""
         self._is_over = True
 
     # -- snapshots, and a server that is started again -------------------------------------------------------------
 
     def _order_snapshot(self) -> None:
-        """Waits until a snapshot is written of what is held now; the lock is given back meanwhile."""
+        """Waits until a snapshot of the current state is written. Releases the lock meanwhile."""
         if self._snapshots is not None:
             self._num_ordered += 1
             ordered = self._num_ordered
@@ -836,7 +836,7 @@ class Service:
                     head, arrays = self._snapshot()
                 self._snapshots.write(head, arrays)
                 written = versions
-            except Exception as error:  # a full disk, or memory; who has ordered it goes on
+            except Exception as error:  # a full disk, or memory; the thread that ordered it continues
                 folder = self._snapshots.folder
                 _log.warning("Server %d cannot write its snapshot in %s: %s", self._roles.index, folder, error)
             with self._changed:
@@ -844,7 +844,7 @@ class Service:
                 self._changed.notify_all()
 
     def _snapshot(self) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Returns copies of what is held, with the lock held."""
+        """Returns copies of the current state, with the lock held."""
         groups, arrays = {}, []
         for number, group in self._groups.items():
             values, slots = group.held.values("all"), group.held.slots()[1]
@@ -861,10 +861,10 @@ class Service:
         return head, arrays
 
     def _restore(self, job: str) -> None:
-        """Takes what the last snapshot holds; the first worker that comes back to a server started again asks for it.
+        """Restores the last snapshot. The first worker that comes back to a restarted server asks for it.
 
         Raises:
-          PeerLostError: There is no snapshot of this job.
+          PeerLostError: If there is no snapshot of this job.
         """
         if self._snapshots is None:
             raise PeerLostError(
@@ -889,7 +889,7 @@ class Service:
         )
 
     def _take_groups(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """Takes what `_snapshot` has returned; `arrays` loses what is taken."""
+        """Restores the result of `_snapshot`. Removes the arrays that it restores from `arrays`."""
         self._live = set(head["live"])
         self._done = {int(worker): number for worker, number in head["done"].items()}
         for number, about in head["groups"].items():
@@ -912,35 +912,35 @@ class Service:
 
 
 def run(services: Sequence[Service], server_trace: ServerTrace) -> None:
-    """Serves until all workers have left; see `Service.check_over`."""
+    """Serves until all workers have left. See `Service.check_over`."""
     for service in services:
         service.start()
     try:
         while not all([service.check_over() for service in services]):
-            time.sleep(0.2)  # so that Ctrl-C is heard
+            time.sleep(0.2)  # so that Ctrl-C is handled
     finally:
         server_trace.close()
 
 
 def _flat(merged: list[Any]) -> tuple[list[bool], list[np.ndarray]]:
-    """Returns which gradients are pairs of rows and ids, and all arrays."""
+    """Returns whether each gradient is a pair of rows and ids, and all arrays."""
     pairs = [isinstance(gradient, tuple) for gradient in merged]
     return pairs, [part for gradient in merged for part in (gradient if isinstance(gradient, tuple) else (gradient,))]
 
 
 def _unflat(pairs: list[bool], arrays: list[np.ndarray]) -> list[Any]:
-    """Returns the gradients of `_flat`."""
+    """Returns the gradients from the results of `_flat`."""
     rest = iter(arrays)
     return [(next(rest), next(rest)) if is_pair else next(rest) for is_pair in pairs]
 
 
 def _number(meeting: str) -> int:
-    """Returns the place of a meeting in the order of all."""
+    """Returns the position of a meeting in the order of all meetings."""
     return int(meeting.rpartition("/")[2])
 
 
 def _number_of_post(name: str) -> int:
-    """Returns the place of a post in the order of all; -1 of one in a graph, which may be asked for again."""
+    """Returns the position of a post in the order of all posts. -1: a post in a graph, which may be asked for again."""
     number = name.rpartition(" ")[2]
     return int(number) if number.isdecimal() else -1
 

@@ -1,4 +1,4 @@
-"""A pure plan of which server holds what: whole variables, and large tables by rows.
+"""A pure function that assigns variables to servers: full variables, and large tables split by rows.
 
     bytes    table [1000, 8]: 32 000          kernel: 2 000   bias: 32
     server 0 rows 0 .. 500   ████████████████ 16 000  ► + bias
@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SPLIT_BYTES = 1 << 18  # what is smaller stays on one server: a message costs more than its bytes
+SPLIT_BYTES = 1 << 18  # a smaller variable stays on one server: a message costs more than its bytes
 
 
 class Span(NamedTuple):
-    """Rows `begin` to `end` of a variable, on one server; of a scalar, and of what is not split, all of it."""
+    """Rows `begin` to `end` of a variable, on one server. A scalar or a variable that is not split is one span."""
 
     variable: int
     server: int
@@ -31,20 +31,20 @@ def plan(
     num_servers: int,
     split_bytes: int = SPLIT_BYTES,
 ) -> list[Span]:
-    """Divides variables over servers by bytes; the same on every process.
+    """Distributes variables over servers by bytes. The result is the same on every process.
 
-    A variable of `split_bytes` or more that can be split is cut into rows, as equal in number as can be. The others go,
-    from the largest to the smallest, to the server that has the fewest bytes, the first of equals.
+    A variable of `split_bytes` or more that can be split is split by rows, as evenly as possible. The others are
+    placed from the largest to the smallest, each on the server with the fewest bytes, the first one in a tie.
 
     Args:
-      shapes: Of each variable.
-      item_bytes: Bytes of an element of each.
-      can_split: Whether each may be cut into rows.
-      num_servers: 1 or more.
-      split_bytes: From how many bytes a variable is cut.
+      shapes: Shape of each variable.
+      item_bytes: Size of an element of each variable, in bytes.
+      can_split: Whether each variable may be split by rows.
+      num_servers: Number of servers, at least 1.
+      split_bytes: Size from which a variable is split, in bytes.
 
     Returns:
-      The shards, in the order of variables and, of one variable, of rows. Each row is in one shard.
+      The shards, ordered by variable and then by row. Each row is in one shard.
 
     >>> [tuple(p) for p in plan([(4, 2), (3,)], [4, 4], [True, True], 2, split_bytes=32)]
     [(0, 0, 0, 2, False), (0, 1, 2, 4, False), (1, 0, 0, 3, True)]

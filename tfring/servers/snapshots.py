@@ -1,7 +1,7 @@
-"""Snapshots of a server in a folder: the last one, and what worker 0 has posted, both as messages and nothing pickled.
+"""Snapshots of a server in a folder: the last snapshot and the posts of worker 0, as messages. Nothing is pickled.
 
-    server-0.snapshot    written beside and renamed: the whole one before, or the whole new one
-    server-0.posts       grows: a length of 8 bytes before each message; a last one that was cut is left out
+    server-0.snapshot    written beside and renamed: always the full previous one, or the full new one
+    server-0.posts       grows: a length of 8 bytes before each message; a truncated last one is ignored
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Snapshots:
     """Writes and reads the snapshots of one server.
 
     Args:
-      folder: Made where it is not there. A server that is started again finds the same.
-      server: Its number.
+      folder: Folder of the snapshots. It is created if missing. A restarted server finds the same folder.
+      server: Number of the server.
 
     Raises:
-      ConfigurationError: The folder cannot be written.
+      ConfigurationError: If the folder cannot be written.
     """
 
     def __init__(self, folder: str, server: int) -> None:
@@ -45,7 +45,7 @@ class Snapshots:
             ) from None
 
     def begin(self, job: str) -> None:
-        """Begins the posts of a job, and removes those of an earlier one."""
+        """Begins the posts of a job, and removes those of an earlier job."""
         self._posts.write_bytes(b"")
         self.post({"job": job})
 
@@ -53,7 +53,7 @@ class Snapshots:
         """Replaces the snapshot.
 
         Raises:
-          OSError: It cannot be written; the one before is still there.
+          OSError: If it cannot be written. The previous snapshot is still there.
         """
         message = messages.pack(head, arrays)
         with self._beside.open("wb") as file:
@@ -63,10 +63,10 @@ class Snapshots:
         os.replace(self._beside, self._file)
 
     def post(self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Appends what worker 0 has posted.
+        """Appends a post of worker 0.
 
         Raises:
-          OSError: It cannot be written.
+          OSError: If it cannot be written.
         """
         message = messages.pack(head, arrays)
         with self._posts.open("ab") as file:
@@ -74,7 +74,7 @@ class Snapshots:
             file.write(message.data)
 
     def read(self, job: str) -> tuple[Message, list[Message]] | None:
-        """Returns the snapshot of a job and its posts; None where the folder has none of it."""
+        """Returns the snapshot of a job and its posts, or None if the folder has none of this job."""
         try:
             snapshot = messages.unpack(np.fromfile(self._file, np.uint8))
             begin, *posts = self._read_posts()
@@ -89,9 +89,9 @@ class Snapshots:
             length = int.from_bytes(content[position : position + 8].tobytes(), "little")
             if position + 8 + length > content.size:
                 break
-            # A copy begins at an address that arrays of any dtype can begin at.
+            # A copy is aligned for arrays of any dtype.
             found.append(messages.unpack(content[position + 8 : position + 8 + length].copy()))
             position += 8 + length
-        if position < content.size:  # cut, and what is posted next would be read as the rest of it
+        if position < content.size:  # truncated: the next post would be read as the rest of it
             os.truncate(self._posts, position)
         return found

@@ -14,13 +14,13 @@ from tfring.ring import trace
 from tfring.ring.clocks import Distance, distance_by_asking
 from tfring.servers.client import Client
 
-UNTRACED = ("join", "leave", "clock", "trace")  # kinds of requests of which traces do not tell
+UNTRACED = ("join", "leave", "clock", "trace")  # operations that are left out of traces
 
 
 def worker_source(client: Client) -> trace.Source:
-    """Returns the source of a worker: the number that server 0 has drawn, and the offset from its clock.
+    """Returns the trace source of a worker: the run number that server 0 has drawn, and the offset from its clock.
 
-    Worker 0 measures the clocks of the servers too, and tells them.
+    Worker 0 also measures the clock of each server, and sends the result to that server.
     """
 
     def measure(server: int) -> Distance:
@@ -45,14 +45,14 @@ def worker_source(client: Client) -> trace.Source:
 
 
 class ServerTrace:
-    """The trace of a server, begun where a worker asks for one.
+    """The trace of a server. It begins when a worker asks for one.
 
     Args:
-      roles: Of this process, a server.
-      folder: Where it is written; None for nowhere.
+      roles: Roles of this process, which is a server.
+      folder: Folder to which the trace is written. None: no trace is written.
 
     Attributes:
-      recorder: None until it is begun.
+      recorder: The recorder of the trace. None until the trace begins.
     """
 
     def __init__(self, roles: Roles, folder: str | os.PathLike | None) -> None:
@@ -62,7 +62,7 @@ class ServerTrace:
         self._lock = threading.Lock()
 
     def begin(self, run: int, clock: dict[str, int]) -> None:
-        """Begins the trace of this run, and notes what a worker has measured of this server's clock."""
+        """Begins the trace of this run, and records a worker's measurement of this server's clock."""
         source = trace.Source(lambda: run, lambda: Distance(**clock))
         with self._lock:
             if self.recorder is not None:

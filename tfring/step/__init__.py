@@ -1,6 +1,6 @@
-"""The running step: a replica's share of the batch, and the state it wrote.
+"""The running step: a replica's share of the batch, and the state that it wrote.
 
-Kept for each thread, because `tf.distribute` traces each replica in a thread of its own.
+It is kept per thread, because `tf.distribute` traces each replica in its own thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _local = threading.local()
 
 
 class Way(enum.Enum):
-    """The way in which the steps of replicas become one.
+    """The way in which the steps of replicas become one step.
 
     Attributes:
-      EDITED: The graph is edited, once it is traced, so that it computes what one process does.
-      WHOLE: Each replica computes the step from the rows of all replicas, and what the first one computes counts.
-      OWN: Each replica computes the step from its own rows, where workers train by themselves or share a model's
-        stages; gradients and state become means by rows.
+      EDITED: The traced graph is edited so that it computes what one process computes.
+      WHOLE: Each replica computes the step from the rows of all replicas, and the results of the first one count.
+      OWN: Each replica computes the step from its own rows, if workers train by themselves or share a model's
+        stages. Gradients and state become means weighted by rows.
     """
 
     EDITED = "edited"
@@ -38,23 +38,25 @@ class Way(enum.Enum):
 class Step:
     """One replica's view of one step, while it is being traced or run.
 
-    Where the share is known, what a replica computes stands for the mean over replicas, weighted by their shares: a
-    gradient of the whole batch is `sum share_i * gradient_i`.
+    If the share is known, the values that replicas compute are averaged, weighted by their shares: the gradient of the
+    whole batch is `sum share_i * gradient_i`.
 
     Attributes:
-      share: float64 scalar, this replica's rows over the rows of the global batch; None where rows are not counted
-        (a custom loop, whose gradients are summed) or there is one replica.
-      active: bool scalar, False where this replica has no row; None where it always has.
-      written: Of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
-        `_keras/state.py`.
-      writes: How often the step has assigned a variable in this replica, by the variable's identity.
-      parts: Into how many parts a pipeline has cut the rows of the batch, of which this step sees one.
-      part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
-      is_plain: Whether the step is traced as that of one process: it is edited, or computed from the rows of all.
+      share: float64 scalar, this replica's rows divided by the rows of the global batch; None if rows are not counted
+        (a custom loop, whose gradients are summed) or if there is one replica.
+      active: bool scalar, False if this replica has no row; None if it always has rows.
+      written: For each variable that the step assigned in this replica, the rule that combines the values of replicas;
+        see `_keras/state.py`.
+      writes: Number of times that the step has assigned a variable in this replica, by the variable's identity.
+      parts: Number of parts into which a pipeline has cut the rows of the batch. This step sees one of them.
+      part: float64 scalar, the fraction of the replica's rows that this step sees; None if it sees all.
+      is_plain: Whether the step is traced as that of one process: it is edited, or computed from the rows of all
+        replicas.
       is_whole: Whether it is computed from the rows of all replicas.
-      graph: In which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
-      added: What layers have added by `add_loss` in this replica, by the identity of the layer.
-      applying: The optimizer whose own `apply` runs, with gradients of the whole batch.
+      graph: The graph in which the step is traced; None in eager mode. Operations of a graph inside it may not run on
+        all replicas.
+      added: Losses that layers have added with `add_loss` in this replica, by the identity of the layer.
+      applying: The optimizer whose own `apply` is running, with gradients of the whole batch.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Step:
     ) -> None:
         self.share = share
         self.active = active
-        self.num_rows: Any = None  # of the replica's element, where it was counted
+        self.num_rows: Any = None  # number of rows of the replica's element, if counted
         self.written: list = []
         self.writes: collections.Counter[int] = collections.Counter()
         self.parts = parts
@@ -79,11 +81,11 @@ class Step:
         self._shares: dict = {}  # `share` by graph and dtype
 
     def weigh(self, value: Any) -> Any:
-        """Returns `value` times the share, where it is known; zero from a replica without rows, whatever it holds."""
+        """Returns `value` times the share, if that is known; zero in a replica without rows, whatever `value` is."""
         return self._by_share(tf.math.multiply_no_nan, value)
 
     def unweigh(self, value: Any) -> Any:
-        """Returns `value` divided by the share, where it is known; zero in a replica without rows."""
+        """Returns `value` divided by the share, if that is known; zero in a replica without rows."""
         return self._by_share(tf.math.divide_no_nan, value)
 
     def zero_if_empty(self, value: Any) -> Any:
@@ -102,7 +104,7 @@ class Step:
         return tf.slice(value, tf.zeros_like(sizes), tf.tensor_scatter_nd_update(sizes, [[axis]], [size]))
 
     def refuse_in_parts(self, what: str) -> None:
-        """Raises ConfigurationError in a pipeline that cuts the rows of a batch, for `what` needs all of them."""
+        """Raises ConfigurationError in a pipeline that cuts the rows of a batch, because `what` needs all of them."""
         if self.parts > 1:
             raise ConfigurationError(
                 f"{what} needs all rows of a batch, and this Pipeline computes its loss from {self.parts} parts, of "
@@ -122,40 +124,40 @@ class Step:
 
 
 def current() -> Step | None:
-    """Returns the step this thread runs, or None outside a step."""
+    """Returns the step that this thread runs, or None outside of a step."""
     return getattr(_local, "step", None)
 
 
 def weighing() -> Step | None:
-    """Returns the step this thread runs, if each replica's share of the batch is known."""
+    """Returns the step that this thread runs if each replica's share of the batch is known, otherwise None."""
     running = current()
     return running if running is not None and running.share is not None else None
 
 
 def of_own_rows() -> Step | None:
-    """Returns the step this thread runs, if the replica's share is known and the step is its own, of its own rows."""
+    """Returns the step that this thread runs if the share is known and the step is of the replica's own rows."""
     running = weighing()
     return running if running is not None and not running.is_plain else None
 
 
 def running(step: Step) -> AbstractContextManager[Step]:
-    """Makes `step` the current one of this thread."""
+    """Makes `step` the current step of this thread, inside the context."""
     return setting(_local, "step", step)
 
 
 def one_replica() -> AbstractContextManager:
-    """While it lasts, `num_replicas_in_sync` of a RingStrategy is 1 to this thread."""
+    """Makes `num_replicas_in_sync` of a RingStrategy 1 for this thread, inside the context."""
     return setting(_local, "one_replica", True)
 
 
 def is_one_replica() -> bool:
-    """Returns True within `one_replica`, and in a replica's step in which each replica's share is known."""
+    """Returns True inside `one_replica`, and in a replica's step in which each replica's share is known."""
     in_step = weighing() is not None and tf.distribute.get_replica_context() is not None
     return in_step or getattr(_local, "one_replica", False)
 
 
 def written_alike(variable: Any) -> None:
-    """Marks a Keras variable that every replica writes with the same value: it needs no reduction."""
+    """Marks a Keras variable to which every replica writes the same value, so that it needs no reduction."""
     variable._tfring_written_alike = True
 
 
@@ -165,7 +167,7 @@ def is_written_alike(variable: Any) -> bool:
 
 
 def keep_by_replica(variable: Any) -> None:
-    """Marks a variable whose value on each replica belongs to that replica's rows: it is not averaged."""
+    """Marks a variable whose value on each replica belongs to the replica's rows, so that it is not averaged."""
     variable._tfring_kept_by_replica = True
 
 
@@ -175,7 +177,7 @@ def is_kept_by_replica(variable: Any) -> bool:
 
 
 def note_sum(gradient: Any) -> None:
-    """Marks a gradient that `all_reduce_gradients` has summed over replicas in a loop of the user's own."""
+    """Marks a gradient that `all_reduce_gradients` has summed over replicas in the user's own loop."""
     _values_of(gradient)._tfring_sum = True
 
 

@@ -14,14 +14,14 @@ from tfring.sharding import Sharding
 def clip(
     optimizer: Any, ring: Ring | None, grads: Sequence[Any], shardings: Sequence[Sharding | None], by_value: Callable
 ) -> list:
-    """Returns the gradients, clipped as Keras' `_clip_gradients` clips full ones.
+    """Returns the gradients, clipped as Keras' `_clip_gradients` clips full gradients.
 
     Args:
-      optimizer: Which says how to clip.
+      optimizer: The optimizer, which determines how to clip.
       ring: The workers; None in one process.
-      grads: Tensors and IndexedSlices, which stay such.
-      shardings: Of the value of which each gradient is that of a shard; None for a full one.
-      by_value: Keras' `_clip_gradients`, for what needs no norm.
+      grads: Tensors and IndexedSlices. IndexedSlices stay IndexedSlices.
+      shardings: For each gradient of a shard, the sharding of its variable; None for a full gradient.
+      by_value: Keras' `_clip_gradients`, for clipping that needs no norm.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     if not limit or limit < 0:
@@ -30,7 +30,7 @@ def clip(
     squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in grads])
     axes = [None if sharding is None else sharding.axis for sharding in shardings]
     for axis in sorted({axis for axis in axes if axis is not None}):
-        assert ring is not None  # which has the shards
+        assert ring is not None  # its workers hold the shards
         collectives = ring.along(axis, "gradients")
         [everyones] = collectives.all_reduce([squares], name="squares of gradients")
         squares = tf.where(tf.constant([a == axis for a in axes]), everyones, squares)

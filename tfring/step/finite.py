@@ -1,6 +1,6 @@
-"""Notes the replica whose gradient was not finite first: in each step, each replica for itself, without a collective.
+"""Records the first gradient that is not finite: in each step, on each replica, without a collective.
 
-Once gradients are reduced, a NaN of one replica is everybody's; so it has to be seen before.
+Once gradients are reduced, a NaN of one replica is on all replicas, so it has to be detected before that.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import tensorflow as tf
 from tfring.cross_device_ops import values_of
 from tfring.runtime import Ring
 
-_watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by strategy
+_watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by ring
 
 
 class Watch:
-    """The notes of this worker's replicas.
+    """The records of this worker's replicas.
 
     Attributes:
-      names: Of the variables, as the notes number them.
-      notes: An int64 variable `[2]` a replica: the step, as its optimizer counts them, and the number of the variable
-        whose gradient was not finite first; -1 where all were.
+      names: Names of the variables. Their positions are the numbers in `notes`.
+      notes: One int64 variable of shape `[2]` per replica: the step, as counted by its optimizer, and the number of the
+        first variable whose gradient was not finite; -1 if all were finite.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -35,7 +35,7 @@ class Watch:
 
 
 def begin(ring: Ring) -> Watch:
-    """Has steps that are traced from now on note what their replicas find."""
+    """Makes steps that are traced from now on record what their replicas find."""
     _watches[ring] = watch = Watch(ring)
     return watch
 
@@ -45,7 +45,7 @@ def end(ring: Ring) -> None:
 
 
 def note(ring: Ring, optimizer: Any, gradients: Sequence[Any], names: Sequence[str], active: Any) -> None:
-    """Notes a replica's first gradient that is not finite, in the cross-replica context, before they are reduced."""
+    """Records each replica's first gradient that is not finite, in the cross-replica context, before the reduction."""
     watch = _watches.get(ring)
     if watch is None:
         return
@@ -55,11 +55,11 @@ def note(ring: Ring, optimizer: Any, gradients: Sequence[Any], names: Sequence[s
     first_number = len(watch.names)
     watch.names += [name for _, name in chosen]
     flags = None if active is None else values_of(active)
-    step = tf.cast(values_of(optimizer._iterations.value)[0], tf.int64)  # `iterations` counts updates: fewer
+    step = tf.cast(values_of(optimizer._iterations.value)[0], tf.int64)  # `iterations` counts updates, which are fewer
     for replica, noted in enumerate(watch.notes):
         with tf.device(noted.device):
             bad = tf.stack([_is_bad(values_of(gradient)[replica]) for gradient, _ in chosen])
-            if flags is not None:  # without rows a gradient is NaN, and is not used
+            if flags is not None:  # without rows a gradient is NaN, but it is not used
                 bad = tf.logical_and(bad, flags[replica])
             is_first = tf.logical_and(tf.reduce_any(bad), noted[0] < 0)
             found = tf.stack([step, first_number + tf.argmax(tf.cast(bad, tf.int8))])

@@ -1,4 +1,4 @@
-"""Shared by the functions that Keras calls with batches."""
+"""Helpers for the functions that Keras calls with batches."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tfring.step import trace
 
 
 def graph_function(body: Any) -> Any:
-    """Returns `body` as a tf.function that is traced again for other structures only."""
-    # TensorFlow counts tracings by code, and takes the methods of several models for one function that is traced again.
+    """Returns `body` as a tf.function that is only traced again for other structures."""
+    # TensorFlow counts traces by code, and would count the methods of several models as one function that is retraced.
     return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
 def between_collectives(model: Any, kind: str, ring: Ring) -> Any:
-    """Returns a step of a model whose operations between collectives XLA compiles, if the model was compiled for that.
+    """Returns a step of a model. With `jit_compile`, XLA compiles its operations between collectives.
 
-    XLA has no operation of the ring, and so takes no step as a whole. What it has an operation for, it compiles in
-    clusters: forward and backward passes between collectives, and the update. A trace tells which those are.
+    XLA does not support the ring's operations, so it cannot compile a whole step. It compiles the operations that it
+    supports in clusters: forward and backward passes between collectives, and the update. A trace lists them.
 
     Args:
-      model: A Keras model, with `jit_compile`.
+      model: A Keras model, with its attribute `jit_compile`.
       kind: "train", "test" or "predict".
       ring: The workers.
     """
@@ -45,29 +45,29 @@ def between_collectives(model: Any, kind: str, ring: Ring) -> Any:
 
 
 class OfIterator:
-    """A function of an iterator, as a tf.function of the tensors in it.
+    """Wraps a function of an iterator as a tf.function of the tensors in it.
 
-    Of an iterator, TensorFlow asks before each call what kind it is and whether there is a graph for that.
+    For an iterator argument, TensorFlow would check before each call its type and whether a graph for it exists.
     """
 
     def __init__(self, body: Any) -> None:
         self._body = body
-        self._functions: dict = {}  # by kind of iterator
+        self._functions: dict = {}  # by type spec of the iterator
         self._iterator: weakref.ref | None = None
         self._call: tuple = ()  # function and tensors for that iterator
 
     def __call__(self, iterator: Any, *args: Any) -> Any:
-        """Calls `body(iterator, *args)`; `args` are Python's."""
+        """Calls `body(iterator, *args)`; `args` are Python values."""
         function, tensors = self._of(iterator)
         return function(tensors, *args)
 
     def get_concrete_function(self, iterator: Any, *args: Any) -> Any:
-        """Returns what `tf.function` does of these arguments."""
+        """Returns the concrete function of `tf.function` for these arguments."""
         function, tensors = self._of(iterator)
         return function.get_concrete_function(tensors, *args)
 
     def _of(self, iterator: Any) -> Any:
-        """Returns the function for this kind of iterator, and the tensors in it."""
+        """Returns the function for this type of iterator, and the tensors in it."""
         if self._iterator is None or self._iterator() is not iterator:
             spec = tf.type_spec_from_value(iterator)
             if spec not in self._functions:
@@ -87,7 +87,7 @@ def to_tensor(leaf: Any) -> Any:
 
 
 def without_optionals(element: Any) -> Any:
-    """Replaces an Optional of Keras' generators by None."""
+    """Replaces each Optional of Keras' generators with None."""
     return tf.nest.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, element
     )

@@ -1,4 +1,4 @@
-"""Finds in a graph of which variable a tensor is the value, and what may write it. Eagerly nothing tells."""
+"""Finds, in a graph, the variable that a tensor is read from and operations that may write it. Not in eager mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def outermost(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that functions around this one captured: of `tf.cond`, `tf.while_loop`."""
+    """Returns the outermost tensor that a tensor was captured from, through functions of `tf.cond`, `tf.while_loop`."""
     while _is_symbolic(tensor) and tensor.op.type == "Placeholder":
         captures = getattr(tensor.graph, "captures", ())
         outside = next((external for external, internal in captures if internal is tensor), None)
@@ -28,11 +28,11 @@ def outermost(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def is_last_value(tensor: tf.Tensor, variable: Any) -> bool:
-    """Returns True if a tensor is the value of a variable, read after all that writes the variable in that graph."""
+    """Returns True if a tensor is the value of a variable, read after all operations of its graph that write it."""
     is_cast = False
     tensor = outermost(tensor)
     while _is_symbolic(tensor) and tensor.op.type in _tf.PASSES_ON:
-        is_cast |= tensor.op.type == "Cast"  # the numbers may have been rounded on the way
+        is_cast |= tensor.op.type == "Cast"  # which may have rounded the numbers
         tensor = outermost(tensor.op.inputs[0])
     if is_cast or not _is_symbolic(tensor) or tensor.op.type != "ReadVariableOp":
         return False
@@ -43,13 +43,13 @@ def is_last_value(tensor: tf.Tensor, variable: Any) -> bool:
 
 
 def handles_read(operations: Sequence[tf.Operation]) -> list | None:
-    """Returns the handles of the variables that operations read; None if they may write some."""
+    """Returns the handles of the variables that operations read; None if they may write one of these."""
     found = {id(handle): handle for op in operations for handle in _handles(op)}
     return None if writes_any(operations, list(found.values())) else list(found.values())
 
 
 def writes_any(operations: Sequence[tf.Operation], handles: Sequence[tf.Tensor]) -> bool:
-    """Returns True if one of the operations may write a variable of these handles: loops and branches may."""
+    """Returns True if one of the operations may write a variable of these handles, as loops and branches may."""
     wanted = set(map(id, handles))
     return any(id(h) in wanted for op in operations if op.type not in _tf.READS for h in _handles(op))
 

@@ -1,8 +1,8 @@
-"""Exchanges the status of ranks before each step, in one small collective of control.
+"""Exchanges the status of ranks before each step, in one small collective on the control channel.
 
-Rows differ from rank to rank and data may end earlier on one, so no rank enters a step before all have reported
-what they hold. The same message serves a rank that takes no step because a callback of its own has stopped the loop,
-or because the epoch has had its steps: it meets the others wherever they are (`loop.py`).
+The number of rows differs between ranks, and data may end earlier on one of them, so no rank enters a step before all
+have reported what they hold. The same message serves a rank that takes no step because its own callback has stopped
+the loop, or because the epoch has had its steps: it matches the message of the others wherever they are (`loop.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tensorflow as tf
 from tfring.errors import MismatchError, Reason
 from tfring.runtime import Ring
 
-_BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
-_HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three
+_BEGINS, _STOPS, _ENDS = range(3)  # a rank is about to begin a step, to leave the loop, to end its epoch
+_HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three above
 
 _OWN_ROWS = (
     "If each rank has rows of its own on purpose, set options.experimental_distribute.auto_shard_policy = "
@@ -59,16 +59,16 @@ _SENTENCES = {
 
 
 class Status(NamedTuple):
-    """The status that all ranks hold before a step; the same on all but for the shares.
+    """The status that all ranks hold before a step. It is the same on all ranks, except for the shares.
 
     Attributes:
       has_batch: bool scalar, whether any rank has rows left.
-      goes_on: bool scalar, whether the step is taken; where not, `why_not` raises the reason.
-      flags: Three int64 scalars, not 0 where any rank begins a step, stops, ends its epoch; None of one replica.
-      is_same: bool scalar, whether all drew the same batch; None of one replica.
-      ended_early: bool scalar, whether one has no batch of the rows that all draw; None of one replica.
-      shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
-      rows: int64 `[num_replicas]`, the rows of each replica of all workers.
+      goes_on: bool scalar, whether the step is taken. If it is False, `why_not` raises the reason.
+      flags: Three int64 scalars, nonzero if any rank begins a step, stops, ends its epoch; None with one replica.
+      is_same: bool scalar, whether all ranks drew the same batch; None with one replica.
+      ended_early: bool scalar, whether a rank has no batch while others drew the shared rows; None with one replica.
+      shares: float64 `[replicas_per_worker]`, each replica's rows divided by those of the global batch.
+      rows: int64 `[num_replicas]`, the number of rows of each replica of all workers.
     """
 
     has_batch: tf.Tensor
@@ -81,15 +81,15 @@ class Status(NamedTuple):
 
 
 def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) -> Status:
-    """Tells the others what this rank has drawn: one collective.
+    """Tells the other ranks what this rank has drawn, in one collective.
 
     Args:
       ring: The workers.
-      rows: A list of the number of rows of each replica of this worker, None where that is not known.
+      rows: A list of the number of rows of each replica of this worker, with None if that is not known.
       has_batch: Bool, whether this rank drew a batch.
-      fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
+      fingerprint: int64 scalar of the global batch; 0 without a batch; None, or always 0, if ranks have their own rows.
     """
-    with tf.device("CPU:0"):  # where the input is: on a GPU these few numbers would wait for the step before
+    with tf.device("CPU:0"):  # the device of the input: on a GPU these few numbers would wait for the previous step
         rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
         has_batch = tf.convert_to_tensor(has_batch)
         if ring.is_alone:
@@ -98,7 +98,7 @@ def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) 
         head, everyones = _told(ring, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
         largest, negative, drawn, *flags = tf.unstack(head)
         has_batch = drawn > 0
-        is_same = largest == -negative  # 0 where the data has ended
+        is_same = largest == -negative  # both are 0 if the data has ended
         ended_early = (largest > 0) & (negative == 0)
         shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyones), tf.float64))
         goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
@@ -106,7 +106,7 @@ def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) 
 
 
 def why_not(status: Status) -> list:
-    """Operations that raise InvalidArgumentError where a step is not taken, unless it is for the end of the data."""
+    """Returns operations that raise InvalidArgumentError if a step is not taken, except at the end of the data."""
     if status.flags is None:
         return []
     with tf.device("CPU:0"):
@@ -119,10 +119,10 @@ def why_not(status: Status) -> list:
 
 
 def refuse(wrong: Mapping[int, Any]) -> list:
-    """Operations that raise InvalidArgumentError where something is wrong, and note what, for `named`.
+    """Returns operations that raise InvalidArgumentError if a reason holds, and record the reason for `named`.
 
     Args:
-      wrong: For reasons, whether they hold; the first that does counts.
+      wrong: A mapping from each reason to whether it holds. The first that holds is used.
     """
     with tf.device("CPU:0"):
         reasons = tf.constant([int(reason) for reason in wrong], tf.int64)
@@ -137,7 +137,7 @@ def refuse(wrong: Mapping[int, Any]) -> list:
 
 @functools.cache
 def _note() -> tf.Tensor:
-    """Returns a variable's handle: the reason why the last step was refused, for Python to read; 0 for none."""
+    """Returns the handle of a variable with the reason why the last step was refused, for Python; 0 for no reason."""
     with tf.init_scope(), tf.device("CPU:0"):
         note = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="tfring/refused")
         tf.raw_ops.AssignVariableOp(resource=note, value=tf.constant(0, tf.int64))
@@ -152,13 +152,13 @@ def _take_note() -> int:
 
 
 class StoppedElsewhere(Exception):
-    """A callback has stopped the loop on another rank."""
+    """Raised if a callback has stopped the loop on another rank."""
 
 
 class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
-    """Ranks drew other batches, or not equally many, or computed other outputs of what is one for all."""
+    """Raised if ranks drew different batches or numbers of batches, or computed different values of a shared output."""
 
-    __module__, __qualname__ = "tfring.errors", "MismatchError"  # as a traceback shows it: what programs catch it by
+    __module__, __qualname__ = "tfring.errors", "MismatchError"  # the name in tracebacks, by which programs catch it
 
     def __init__(self, reason: Reason) -> None:
         tf.errors.InvalidArgumentError.__init__(self, None, None, _SENTENCES[reason])
@@ -167,11 +167,11 @@ class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Raises what a check in a step has found as its one sentence.
+    """Replaces the error of a check in a step with an error whose message is the sentence of its reason.
 
     Raises:
-      MismatchError: On every rank. The ring may be used on.
-      StoppedElsewhere: A callback has stopped the loop on another rank.
+      MismatchError: If ranks do not agree; on every rank. The ring remains usable.
+      StoppedElsewhere: If a callback has stopped the loop on another rank.
     """
     try:
         yield
@@ -187,17 +187,18 @@ def named() -> Iterator[None]:
 
 
 def behind_loop(ring: Ring, stop: bool) -> tuple[bool, bool]:
-    """Tells the others that this rank has left Keras' loop over batches: one eager collective.
+    """Tells the other ranks that this rank has left Keras' loop over batches, in one eager collective.
 
     Args:
       ring: The workers.
-      stop: Whether a callback of this rank has stopped it.
+      stop: Whether a callback of this rank has stopped the loop.
 
     Returns:
-      Whether any rank has stopped it, and whether others had drawn a batch for the step they do not take.
+      A tuple `(stopped, drawn)`: whether any rank has stopped the loop, and whether others had drawn a batch for the
+      step that they do not take.
 
     Raises:
-      MismatchError: Where others take a step and none has stopped.
+      MismatchError: If others take a step and no rank has stopped the loop.
     """
     mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * ring.num_replicas]
     flags = ring.world.largest(mine, name="status")[3:_HEAD]
@@ -207,15 +208,15 @@ def behind_loop(ring: Ring, stop: bool) -> tuple[bool, bool]:
 
 
 def compare_passes(ring: Ring, num_batches: int, fingerprint: int) -> None:
-    """Compares whole passes over data, of ranks that did not tell each other of each batch: one eager collective.
+    """Compares whole passes over data in one eager collective, for ranks that did not exchange each batch's status.
 
     Args:
       ring: The workers.
-      num_batches: How many batches this rank drew.
-      fingerprint: Of all of them.
+      num_batches: Number of batches that this rank drew.
+      fingerprint: Fingerprint of all of them.
 
     Raises:
-      MismatchError: On every rank, where ranks drew other batches, or not equally many.
+      MismatchError: On every rank, if ranks drew different batches or different numbers of batches.
     """
     mine = [num_batches, -num_batches, fingerprint, -fingerprint]
     most, least, one, other = ring.world.largest(mine, name="batches of predictions")
@@ -226,10 +227,10 @@ def compare_passes(ring: Ring, num_batches: int, fingerprint: int) -> None:
 
 
 def _told(ring: Ring, prints: Any, has_batch: Any, rows: Any) -> Any:
-    """Returns the largest of each number over all ranks, of which this one begins a step: the head, and the rows."""
+    """Returns the maximum of each number over all ranks, the head and the rows. This rank is about to begin a step."""
     before = ring.first_replica
     after = ring.num_replicas - before - rows.shape[0]
-    flags = [1, 0, 0]  # of _BEGINS, _STOPS, _ENDS
+    flags = [1, 0, 0]  # for _BEGINS, _STOPS, _ENDS
     mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
     [everyone] = ring.world.all_reduce([mine], "max", name="status")
     return tf.split(everyone, [_HEAD, ring.num_replicas])

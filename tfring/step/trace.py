@@ -1,4 +1,4 @@
-"""Reports Keras' loops to the trace: `fit`, `evaluate` and `predict`, passes over batches, steps, waits for a batch."""
+"""Records Keras' loops in the trace: `fit`, `evaluate` and `predict`, passes over batches, steps, waits for a batch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ def _recorder(ring: Any) -> Any:
 
 
 def _control(ring: Any) -> Any:
-    return getattr(ring.world, "communicator", None)  # none where there is one worker
+    return getattr(ring.world, "communicator", None)  # None with one worker
 
 
 def begin_loop(ring: Any) -> None:
-    """Tells a trace that a pass over batches begins."""
+    """Records in the trace that a pass over batches begins."""
     recorder = _recorder(ring)
     if recorder is not None:
         recorder.new_loop()
 
 
 def entry(ring: Any) -> Any:
-    """Around `fit`, `evaluate` or `predict`."""
+    """Returns a context that records a call of `fit`, `evaluate` or `predict`."""
     recorder = _recorder(ring)
     return contextlib.nullcontext() if recorder is None else recorder.entry(ring.trace_source)
 
 
 def step(ring: Any, kind: str) -> Any:
-    """Around a call of a step function; `kind` is "train", "test" or "predict"."""
+    """Returns a context that records a call of a step function; `kind` is "train", "test" or "predict"."""
     recorder = _recorder(ring)
     return contextlib.nullcontext() if recorder is None else recorder.step(kind)
 
 
 def compiled(ring: Any, kind: str) -> None:
-    """Tells a trace which operations of a step, whose graph is being made, XLA compiles."""
+    """Records in the trace which operations of a step XLA compiles. Called while the graph of the step is built."""
     recorder = _recorder(ring)
     if recorder is None or tf.executing_eagerly():
         return
@@ -49,14 +49,14 @@ def compiled(ring: Any, kind: str) -> None:
 
 
 def next_batch(ring: Any, draw: Any) -> Any:
-    """`draw()`, which makes the ops that wait for the next batch, between two marks."""
+    """Calls `draw()`, which creates the ops that wait for the next batch, between two marks; returns its result."""
     recorder = _recorder(ring)
     if recorder is None:
         return draw()
     from tfring.ring import ops
 
     recorder.building = not tf.executing_eagerly()
-    control = _control(ring)  # whose next collective is that of the row counts
+    control = _control(ring)  # its next collective is that of the row counts
     with tf.control_dependencies(ops.mark(trace.INPUT_BEGINS, control)):
         drawn = draw()
     tensors = [t for t in tf.nest.flatten(drawn, expand_composites=True) if tf.is_tensor(t)]

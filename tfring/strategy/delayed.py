@@ -1,4 +1,4 @@
-"""Delayed: how RingStrategy synchronizes workers after several steps of their own."""
+"""Delayed: the option of RingStrategy that synchronizes workers only after several local steps."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ TABLES = ("average", "diversity")
 
 
 class Delayed:
-    """Has each worker take `every` optimizer steps on its own rows, and then synchronizes the weights.
+    """Lets each worker take `every` optimizer steps on its own rows, then synchronizes the weights.
 
-    In a step a worker updates its weights by the gradient of its share of the batch, and sends nothing for it. After
-    `every` steps (a window) the differences of weights since the last synchronization are averaged over workers, each
-    weighed by the rows it trained in the window, and an outer optimizer applies the average as if it were a gradient:
+    In a step, each worker updates its weights with the gradient of its share of the batch and sends nothing. After
+    `every` steps (a window), the differences of the weights since the last synchronization are averaged over workers,
+    each weighted by the rows it trained in the window. An outer optimizer applies the average as if it were a gradient:
 
     ```
     d_i = weights then - weights of worker i             the same weights on all workers
     weights = outer(weights then, sum_i rows_i d_i / sum_i rows_i)
     ```
 
-    So gradients cost one exchange of the weights in a window: 1/`every` of the bytes of dense gradients. A window that
-    ends early, with the epoch, by `evaluate`, `predict`, saving or `RingStrategy.synchronize`, is synchronized there:
-    files hold synchronized weights.
+    A window thus exchanges the weights once: 1/`every` of the bytes of dense gradients. A window that ends early, at
+    the end of an epoch or by `evaluate`, `predict`, saving or `RingStrategy.synchronize`, is synchronized at that
+    point, so files contain synchronized weights.
 
     Args:
-      every: How many steps a window has, from 1.
-      outer: The optimizer of the averaged difference; of it each optimizer of a model gets a copy. Its momentum is that
-        of all workers; `global_clipnorm` clips the averaged difference. Default: `SGD(1.0)`, plain averaging. DiLoCo
-        uses `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
-      local_momentum: What becomes of the slots of a model's optimizer at a synchronization: "keep" (default) leaves
-        each worker its own; "average" gives all their mean by rows, and sends as many bytes more; "reset" makes them
-        zeros, for `keras.optimizers.SGD` alone, as other optimizers count steps since their slots were zeros.
-      tables: How the differences of a table's row (a table has sparse gradients, as `keras.layers.Embedding`) become
-        one. "average" (default) is the mean by rows, as of other weights. "diversity" is for Adam and its kin, which
-        move a row as far for one worker's lookups as for those of all: a row that one worker alone moved keeps that
-        worker's difference in full, one that all moved alike is averaged, and one that they moved in orthogonal
-        directions gets the sum. With plain SGD such rows go further than without Delayed.
+      every: Number of optimizer steps in a window, at least 1.
+      outer: The Keras optimizer that applies the averaged difference. Each optimizer of a model gets its own copy. Its
+        momentum is shared by all workers; its `global_clipnorm` clips the averaged difference. Defaults to `SGD(1.0)`,
+        which is plain averaging. DiLoCo uses `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
+      local_momentum: How to treat the slots of a model's optimizer at a synchronization. "keep" (default): each worker
+        keeps its own slots. "average": all workers get the mean of the slots, weighted by rows, which adds the bytes of
+        the slots to the exchange. "reset": slots become zeros; only for `keras.optimizers.SGD`, as other optimizers
+        count the steps since their slots were zeros.
+      tables: How to combine the workers' differences of a row of a table (a variable with sparse gradients, such as
+        that of `keras.layers.Embedding`). "average" (default): the mean weighted by rows, as for other weights.
+        "diversity": for Adam and similar optimizers, which move a row as far for the lookups of one worker as for those
+        of all. A row that only one worker moved keeps that worker's full difference, a row that all workers moved alike
+        is averaged, and a row that they moved in orthogonal directions gets the sum. With plain SGD such rows move
+        further than without Delayed.
 
     Raises:
-      ConfigurationError: For arguments out of range.
+      ConfigurationError: If an argument is out of range.
 
     Sources: local SGD (Stich, https://arxiv.org/abs/1805.09767), SlowMo (https://arxiv.org/abs/1910.00643), DiLoCo
     (https://arxiv.org/abs/2311.08105), gradient diversity (Yin et al., https://arxiv.org/abs/1706.05699).

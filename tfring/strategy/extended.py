@@ -1,6 +1,6 @@
 """The `strategy.extended` of a RingStrategy: devices, variables, contexts, reductions.
 
-The hooks by which TensorFlow calls a strategy are private methods and attributes: they are overridden here alone.
+TensorFlow calls a strategy through private methods and attributes. They are overridden only here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_TENSORFLOW = {
     _tf.distribute_values.MirroredVariable: RingMirroredVariable,
     _tf.distribute_values.SyncOnReadVariable: RingSyncOnReadVariable,
 }
-_running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
+_running = threading.local()  # .replicas: whether this thread waits for replicas, and runs their merge calls
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
 
 
@@ -63,7 +63,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 "communication=\"tensorflow\" is TensorFlow's own, which TFRING_ENCRYPT=1 does not encrypt. Use "
                 "communication=\"ring\", or an encrypted network (docs/security.md)."
             )
-        # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
+        # Not super().__init__, which starts TensorFlow's own cluster and creates its own cross-device ops.
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
         # TensorFlow's server binds the port itself.
         self.cluster = release_listener(cluster) if communication == "tensorflow" else cluster
@@ -74,7 +74,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._collective_key_base = container_strategy._collective_key_base
         self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
-        self._of_parts = False  # whether the variable that is made is one of which replicas hold parts of a sum
+        self._of_parts = False  # whether replicas hold parts of a sum in the variable that is being created
         self.experimental_enable_get_next_as_optional = True
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
@@ -100,7 +100,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _initialize_ring_worker(self) -> None:
         """Initializes a plain local TensorFlow runtime; the ring carries all data between processes."""
-        self._num_workers = self.mesh.size_along("data")  # a replica is all the workers of one share of the rows
+        self._num_workers = self.mesh.size_along("data")  # all workers on one share of the rows are one replica
         self._id_in_cluster = self.mesh.coordinate("data", self.cluster.rank)
         self._is_chief = self.cluster.is_chief
         self._worker_device = _tf.device_util.canonicalize("/device:CPU:0")
@@ -114,7 +114,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._local_or_standalone_client_mode = True
 
     def _initialize_tensorflow_worker(self) -> None:
-        """Connects TensorFlow's collective runtime, once a process: it cannot be left again."""
+        """Connects TensorFlow's collective runtime, once per process: a process cannot leave it again."""
         global _tensorflow_runtime
         if _tensorflow_runtime:
             addresses, _ = _tensorflow_runtime
@@ -123,7 +123,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                     f'This process is in the cluster {addresses}, and with communication="tensorflow" it cannot join '
                     f"{self.cluster.addresses}. Start processes of their own for another cluster."
                 )
-            self._local_or_standalone_client_mode = True  # the server runs already
+            self._local_or_standalone_client_mode = True  # the server is already running
             self._enable_check_health = False
             self._initialize_multi_worker(self._cluster_resolver)
             return
@@ -167,7 +167,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     # -- contexts --------------------------------------------------------------------------------------------------
 
     def _use_merge_call(self) -> bool:
-        # In the cross-replica context there is nothing to merge: optimizers then update variables at once.
+        # In the cross-replica context there is nothing to merge, so optimizers update variables directly.
         return not _tf.distribute_lib.in_cross_replica_context()
 
     # -- reduction -------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         is_read_as_one = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         self._of_parts = is_read_as_one and kwargs.get("aggregation") not in _NOT_SUMMED
         with contextlib.ExitStack() as scopes:
-            if not tf.executing_eagerly():  # a step makes it, while it is traced; which TensorFlow then does again
+            if not tf.executing_eagerly():  # a step creates it while it is traced; TensorFlow then traces it again
                 value = _known_before_the_step(kwargs["initial_value"], kwargs.get("dtype"), self.worker_devices[0])
                 if value is not None:
                     scopes.enter_context(tf.init_scope())
@@ -204,7 +204,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
         value = self._of_each_replica(value)
-        if getattr(value, "dtype", None) == tf.bool:  # whether any is, as of a metric's state
+        if getattr(value, "dtype", None) == tf.bool:  # whether any of them is True, such as the state of a metric
             numbers = tuple(tf.cast(tf.convert_to_tensor(copy), tf.int32) for copy in values_of(value))
             value = _tf.distribute_utils.regroup(numbers)
             return tf.cast(super()._reduce_to(reduce_op, value, destinations, options), tf.bool)
@@ -229,7 +229,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         with partition.own():
             reduced = self.ring.cross_replica(on_worker, running.active, *(running.weigh(flat[i]) for i in present))
         for i, total in zip(present, reduced, strict=True):
-            # A tensor of this replica's own: of one that all replicas hold, TensorFlow would make one value.
+            # A separate tensor for this replica: TensorFlow would make one value of a tensor that all replicas share.
             flat[i] = tf.nest.map_structure(
                 lambda part: partition.declare(tf.identity(part), "full"), _like(flat[i], total), expand_composites=True
             )
@@ -251,14 +251,14 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return super()._batch_gather_to(pairs, axis, options)
 
     def _placed(self, value_destination_pairs: Any) -> list[tuple[Any, Any]]:
-        """Gives a device to the values without one: the argument of a function is not placed yet."""
+        """Assigns a device to values without one: the argument of a function is not placed yet."""
         here = self.worker_devices[0]
         return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
 
     def _of_each_replica(self, value: Any) -> Any:
-        """Returns one value a replica of what replicas hand to a merge.
+        """Returns one value per replica of what replicas pass to a merge call.
 
-        Where all hand over the very same tensor, TensorFlow makes one value of it, and would count it once a worker.
+        If all replicas pass the same tensor, TensorFlow makes one value of it, and would count it once per worker.
         """
         replicas = len(self.worker_devices)
         is_one = tf.is_tensor(value) and not isinstance(value, (tf.distribute.DistributedValues, tf.Variable))
@@ -271,12 +271,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Callable[[], tf.Tensor]:
-        if replica_id != 0:  # that of the replica before it, whose variable a step may not have initialized yet
+        if replica_id != 0:  # the initial value of the previous replica: its variable may not be initialized in a step
             to_value = tf.zeros_like if self._of_parts else tf.identity
             return lambda: to_value(kwargs["initial_value"]())
 
         of_worker = self.ring.makes_own_variables
-        is_zero = self._of_parts and self.ring.control.rank > 0  # or the sum would have the value of each
+        is_zero = self._of_parts and self.ring.control.rank > 0  # otherwise the sum would count the value of each rank
 
         @functools.cache  # for the replicas of this worker
         def initial_value_fn() -> tf.Tensor:
@@ -288,12 +288,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return initial_value_fn
 
     def _initial_value(self, value: tf.Tensor, variable: str | None, of_worker: bool) -> tf.Tensor:
-        """Returns the first rank's value; a worker's own where it has variables of its own."""
+        """Returns the first rank's value, or this worker's own value if it has its own variables."""
         is_alone = self.cluster.world_size == 1 and not self.ring.world.reaches_others
         if value.dtype == tf.string or is_alone or of_worker:
             return value
         value = partition.expect(value, "same", "the initial value of a variable")
-        # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
+        # Not under the variable's name: Keras numbers names, and a rank may have created another model before.
         try:
             with partition.own():
                 value = self.ring.world.broadcast([value], name="initial value of a variable")[0]
@@ -337,7 +337,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         if step.current() is not None or self.ring.is_alone:
             return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not merge.
+            # One tf.function around all replicas, as in TensorFlow: in separate tf.functions they could not merge.
             around_all = self._cfer_fn_cache.get(fn)
             if around_all is None:
                 around_all = self._cfer_fn_cache[fn] = fn._clone(
@@ -346,7 +346,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             return around_all(*args, **kwargs)
 
         def with_step(*args: Any, **kwargs: Any) -> Any:
-            # A custom loop: what it divides by is its own affair, but a replica without rows adds nothing.
+            # A custom loop chooses the divisor of its loss itself, but a replica without rows adds nothing.
             rows = num_rows((args, kwargs))
             active = None if rows is None else tf.convert_to_tensor(rows > 0)
             with step.running(step.Step(active=active)):
@@ -355,7 +355,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return self._run_replicas(with_step, args, kwargs)
 
     def _run_replicas(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Each replica has a thread of its own; this one runs what they merge.
+        # Each replica has its own thread; this thread runs their merge calls.
         if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
             fn = RingReplicaContext.around(fn)
         with setting(_running, "replicas", True):
@@ -368,13 +368,13 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         Args:
           fn: A step of a model, such as Keras' `train_step`.
-          inputs: A list of one element a replica of this worker.
-          shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
-          way: In which the steps of replicas become that of one process.
+          inputs: A list with one element per replica of this worker.
+          shares: float64 `[replicas_per_worker]`, the rows of each replica divided by those of the global batch.
+          way: The `step.Way` in which the steps of replicas become that of one process.
 
         Returns:
           `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote, each
-            with how what replicas wrote becomes one.
+            with the rule that combines the values of replicas.
         """
         strategy = self._container_strategy()
         alone = self.ring.is_alone
@@ -388,7 +388,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             if not alone and way is not step.Way.WHOLE:
                 element, _ = one_row_at_least(element)
             if not alone and way is step.Way.EDITED:
-                if has_static_rows(element):  # so that their number is no constant like any other
+                if has_static_rows(element):  # otherwise their number would be a constant like any other
                     element = with_open_rows(element)
                 element, share = partition.declare_batch(element), partition.declare(share, "share")
             mine = step.Step() if alone else step.Step(share, share > 0, way=way)
@@ -409,7 +409,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
 @contextlib.contextmanager
 def _without_naming_another_strategy() -> Iterator[None]:
-    """While it lasts, TensorFlow does not log that MirroredStrategy is used, which reads as if tfring were not."""
+    """Keeps TensorFlow from logging that MirroredStrategy is used, which reads as if tfring were not."""
 
     def names_no_other(record: logging.LogRecord) -> bool:
         return "Using MirroredStrategy" not in record.getMessage()
@@ -423,14 +423,14 @@ def _without_naming_another_strategy() -> Iterator[None]:
 
 
 def _like(gradient: Any, total: Any) -> Any:
-    """Returns a reduced gradient as IndexedSlices if it was one: the ring may have turned it dense."""
+    """Returns a reduced gradient as IndexedSlices if it was IndexedSlices before: the ring may have made it dense."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
 
 def _of_model(error: MismatchError, variable: str) -> MismatchError:
-    """Returns the error of ranks that make different variables."""
+    """Returns the error for ranks that create different variables."""
     found = MismatchError(
         f"The ranks make different models: this rank makes {variable}. Make the same layers on all ranks; no size may "
         f"depend on the rank, or on data that one rank has. {error}"
@@ -446,7 +446,7 @@ def _value_of(initial_value: Any, dtype: Any) -> tf.Tensor:
 
 
 def _known_before_the_step(initial_value: Any, dtype: Any, device: str) -> tf.Tensor | None:
-    """Returns the initial value of a variable, computed outside of the step; None if it is one of the step's."""
+    """Returns the initial value of a variable, computed outside of the step; None if it depends on the step."""
     with contextlib.suppress(TypeError, ValueError), tf.init_scope(), tf.device(device):
         if tf.executing_eagerly():
             value = _value_of(initial_value, dtype)

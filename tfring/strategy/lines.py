@@ -1,4 +1,4 @@
-"""The lines that rank 0 prints on standard error when a run starts, trains and ends. TFRING_QUIET=1: none."""
+"""Prints lines on rank 0's standard error when a run starts, trains and ends. TFRING_QUIET=1 turns them off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfring import config, seeding
 from tfring.runtime import Ring
 from tfring.transport import secret
 
-_MOST = 0.5  # the share of waiting above which the last line gives advice
+_MOST = 0.5  # share of waiting above which the last line gives advice
 _LINKS = {"shm": "shared memory", "tcp": "TCP"}
 _ADVICE = (
     " More than half was waiting: TFRING_TRACE=traces and `tfring report traces` show for whom, docs/speed.md what to "
@@ -23,23 +23,23 @@ _ADVICE = (
 
 
 class RunLines:
-    """Prints one line when a strategy of several workers is made, and one with its times when it is closed.
+    """Prints one line when a strategy of several workers is created, and one with its times when it is closed.
 
-    It holds no strategy, so that one which nothing refers to is collected; its last line then comes at exit.
+    It holds no reference to the strategy, so an unused strategy is collected; its last line is then printed at exit.
 
     Args:
       ring: The strategy's Ring.
-      num_servers: Of parameter servers.
+      num_servers: Number of parameter servers.
     """
 
     def __init__(self, ring: Ring, num_servers: int) -> None:
         self._seconds = 0.0
         self._waited: float | None = 0.0
         self._sent: int | None = 0
-        self._depth = 0  # of calls under way: `fit` evaluates
+        self._depth = 0  # of nested calls: `fit` calls `evaluate`
         self._has_failed = False
         self._noted: set[str] = set()
-        self._process = os.getpid()  # what is forked from it prints nothing
+        self._process = os.getpid()  # forked processes print nothing
         self._is_open = ring.cluster.world_size > 1 and ring.cluster.is_chief and not config.read("TFRING_QUIET")
         if self._is_open:
             _print(start_line(ring, num_servers))
@@ -47,7 +47,7 @@ class RunLines:
 
     @contextlib.contextmanager
     def timed(self, ring: Ring) -> Iterator[None]:
-        """Adds the time of a call of `fit`, `evaluate` or `predict`, what it waited and what it sent."""
+        """Adds the time of a call of `fit`, `evaluate` or `predict`, the seconds it waited and the bytes it sent."""
         before = (time.monotonic(), ring.seconds_waited(), ring.bytes_sent())
         self._depth += 1
         self._has_failed = True
@@ -62,13 +62,13 @@ class RunLines:
             self._sent = _sum(self._sent, before[2], ring.bytes_sent())
 
     def note(self, text: str) -> None:
-        """Prints a line, once."""
+        """Prints a line, but each text only once."""
         if self._is_open and text and text not in self._noted:
             self._noted.add(text)
             _print(text)
 
     def close(self) -> None:
-        """Prints the last line, once; nothing where no call was made, or the program fails."""
+        """Prints the last line, once; prints nothing if no call was made, or if the program fails."""
         atexit.unregister(self.close)
         is_wanted = self._is_open and self._seconds > 0 and self._process == os.getpid()
         self._is_open = False
@@ -103,9 +103,9 @@ def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
     """Returns the last line.
 
     Args:
-      seconds: In `fit`, `evaluate` and `predict`.
-      waited: Seconds of it that rank 0's collectives waited for other ranks; None where they are not counted.
-      sent: Bytes that rank 0 sent in it; None where they are not counted.
+      seconds: Seconds in `fit`, `evaluate` and `predict`.
+      waited: Seconds of these that rank 0's collectives waited for other ranks; None if they are not counted.
+      sent: Bytes that rank 0 sent in that time; None if they are not counted.
 
     >>> print(end_line(12.3, 4.1, 12_000_000))
     12.3 s in fit, evaluate and predict: 8.2 s of computation, 4.1 s (33%) of waiting for others; rank 0 sent 12.0 MB.
@@ -115,8 +115,8 @@ def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
     text = f"{seconds:.1f} s in fit, evaluate and predict"
     share = 0.0
     if waited is not None:
-        waited = min(waited, seconds)  # of two channels, which may wait at the same time
-        share = round(waited / seconds, 2)  # as it is written
+        waited = min(waited, seconds)  # two channels may wait at the same time
+        share = round(waited / seconds, 2)  # as it is printed
         text += f": {seconds - waited:.1f} s of computation, {waited:.1f} s ({share:.0%}) of waiting for others"
     if sent is not None:
         text += f"; rank 0 sent {sent / 1e6:.1f} MB" if sent >= 1e6 else f"; rank 0 sent {sent / 1e3:.1f} kB"
@@ -124,7 +124,7 @@ def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
 
 
 def _sum(total: Any, before: Any, now: Any) -> Any:
-    """Returns the total with what has been added since; None where that is not counted."""
+    """Returns the total plus the increase from `before` to `now`; None if one of them is not counted."""
     return None if total is None or before is None or now is None else total + now - before
 
 

@@ -1,10 +1,10 @@
-"""`all_reduce` and `all_gather` of a replica within a step: gradients of other replicas count by their shares.
+"""`all_reduce` and `all_gather` of a replica within a step: gradients of replicas are weighted by their shares.
 
-TensorFlow's gradient of a sum over replicas is the sum of their gradients. In a step each replica's gradient is weighed
-by its share only where the optimizer takes it, so on the way through such a sum it is weighed before, and what comes
-back is divided by the share of the replica it belongs to. Keras' `BatchNormalization(synchronized=True)` is one user.
-In a step whose graph is edited both return what they are given, as in one process.
-A replica without rows computes on a row that does not count, so what it hands in does not either.
+In TensorFlow the gradient of a sum over replicas is the sum of their gradients. In a step, each replica's gradient is
+weighted by its share only in the optimizer. A gradient that passes through such a sum is therefore weighted before it,
+and the result is divided by the share of the replica it belongs to. Keras' `BatchNormalization(synchronized=True)` is
+one user. In a step whose graph is edited, both functions return their argument, as in one process.
+A replica without rows computes on a padding row that does not count, so the values it passes do not count either.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
 
     @staticmethod
     def around(fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of a replica that runs in such a context, in place of the one that TensorFlow makes.
+        """Returns a function of a replica that runs in such a context instead of the one that TensorFlow creates.
 
-        TensorFlow gives each replica a thread. What Keras keeps for a thread is that of the one which calls this.
+        TensorFlow gives each replica a thread. These threads get the thread-local state of Keras of the calling thread.
         """
         state = state_of_thread()
 
@@ -38,7 +38,7 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, options: Any = None) -> Any:
         if _is_of_all_rows():
-            tf.distribute.ReduceOp(reduce_op.upper() if isinstance(reduce_op, str) else reduce_op)  # or it raises
+            tf.distribute.ReduceOp(reduce_op.upper() if isinstance(reduce_op, str) else reduce_op)  # raises if invalid
             return tf.nest.map_structure(_as_tensor, value)
         collective = super().all_reduce
         return _weighed(
@@ -51,7 +51,7 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
 
         def rows(running: step.Step, value: Any) -> Any:
             value = tf.convert_to_tensor(value)
-            if value.dtype.is_integer and value.shape == [1]:  # a size: the gradient of all_gather gathers those
+            if value.dtype.is_integer and value.shape == [1]:  # a size, which the gradient of all_gather gathers
                 return value
             return running.drop_if_empty(value, axis)
 
@@ -69,7 +69,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _is_of_all_rows() -> bool:
-    """Returns True in a step that is edited, which is that of one replica with all rows."""
+    """Returns True in a step that is traced as that of one replica with all rows."""
     running = step.current()
     return running is not None and running.is_plain
 
@@ -80,7 +80,7 @@ def _weighed(
     mask: Callable[[step.Step, Any], Any],
     collective: Callable[[Any], Any],
 ) -> Any:
-    """Returns `collective(value)`; a replica without rows hands in what `mask(step, value)` leaves of its value."""
+    """Returns `collective(value)`; a replica without rows passes only what `mask(step, value)` leaves of its value."""
     running = step.weighing()
     if running is None:
         return collective(value)
@@ -100,7 +100,7 @@ def _weighed(
 
 
 def _backward(operation: Callable[[Any], Any], values: Any) -> Any:
-    """The same values; their gradients go through `operation`."""
+    """Returns the same values, and applies `operation` to their gradients."""
 
     def pass_on(value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):

@@ -38,7 +38,7 @@ _OF_DELAYED = (
     "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which differ in "
     "windows, and the ring averages them."
 )
-_EXCLUSIONS = {  # of two options, why one excludes the other
+_EXCLUSIONS = {  # by pair of options: why they exclude each other
     ("cluster", "cluster_resolver"): "Both give the cluster.",
     ("compression", "communication"): "TensorFlow's collectives send float32 as it is.",
     ("compression", "shard_optimizer"): "Gradients travel as they are where they are reduced and scattered.",
@@ -56,51 +56,53 @@ _EXCLUSIONS = {  # of two options, why one excludes the other
 class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Trains one model on the replicas of several workers, as one process would train it on the whole batch.
 
-    Every worker (process) runs the same program. Variables are made on every replica with rank 0's initial value;
-    each global batch is cut into one share a replica; gradients are summed on the worker, then round a ring of all
-    workers; every replica applies the same update to the same weights.
+    Every worker (process) runs the same program. Each variable is created on every replica with rank 0's initial
+    value. Each global batch is split into one share per replica. Gradients are summed on the worker, then over the
+    ring of all workers, and every replica applies the same update to the same weights.
 
     Args:
-      cluster: A `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
-        where neither does.
+      cluster: A `tfring.cluster.Cluster`. Defaults to the cluster that `tfring launch` or TF_CONFIG describes, or to
+        this process alone if neither describes one.
       cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
-      mesh: How the workers divide the work, see `Mesh`. With a model or a pipeline axis several workers are one
-        replica: they train on the same rows, and `num_replicas_in_sync` is the size of the data axis. Default: each
-        worker is a replica.
-      communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
-        runtime (NCCL between GPUs, gRPC between CPUs).
-      devices: This worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
-        has the same number.
-      sparse: How sparse gradients are reduced, see `SparseOptions`.
-      bucket_bytes: How many bytes of dense gradients close a bucket, which is summed by one collective while the
-        backward pass goes on. Default: 32 MiB on one host; on several 8 MiB, with smaller ones for the first layers,
-        whose gradients leave last, when nothing is left to hide them.
-      compression: "bfloat16" or "float16": what dense float32 gradients travel as between workers, in half the bytes.
-        Their sums are made in float32 and each number is rounded twice (see `Communicator.all_reduce`), so the result
-        no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
-        narrow (above 65504), gradients become infinite. It pays on slow networks. Default: None, float32.
+      mesh: A `Mesh` that describes how the workers divide the work. With a model or a pipeline axis several workers
+        form one replica: they train on the same rows, and `num_replicas_in_sync` is the size of the data axis.
+        Defaults to one replica per worker.
+      communication: "ring", the compiled ring of this package, or "tensorflow", TensorFlow's collective runtime (NCCL
+        between GPUs, gRPC between CPUs). Defaults to "ring".
+      devices: This worker's devices, such as `["GPU:0", "GPU:1"]`. Every worker must have the same number of devices.
+        Defaults to all its GPUs, or to its CPU.
+      sparse: A `SparseOptions` that describes how sparse gradients are reduced.
+      bucket_bytes: Bytes of dense gradients at which a bucket is closed. One collective sums a bucket while the
+        backward pass continues. Defaults to 32 MiB on one host, and to 8 MiB on several hosts, with smaller buckets
+        for the first layers: their gradients are sent last, when no computation is left to hide them.
+      compression: Dtype in which dense float32 gradients are sent between workers, in half the bytes: "bfloat16" or
+        "float16". Sums are computed in float32 and each number is rounded twice (see `Communicator.all_reduce`), so
+        the result no longer equals one process to float32's accuracy; all replicas still hold the same bits. With
+        "float16", gradients above 65504 become infinite. Pays on slow networks. Defaults to None: float32.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
-      shard_optimizer: Whether each worker updates its share of every weight and keeps the optimizer's slots of that
-        share alone (ZeRO stage 1, https://arxiv.org/abs/1910.02054): gradients are reduced and scattered, weights
-        gathered, the same bytes as without. For optimizers of Keras that compute element by element (not Adafactor,
-        Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
-        take part in saving; see `docs/saving.md`. Default: False.
-      synchronization: A `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
-        averaged. For slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
-      random: What random layers such as Dropout draw. "replica": each replica draws for its own rows. "global": each
-        draws for all rows, as one process does, and uses those of its own; the result is that of one process, and
-        random numbers take as long as there. Steps of a replica's own rows (pipelines, `Delayed`) always draw as with
-        "replica". Default: "replica".
+      shard_optimizer: Whether each worker updates only its share of every weight and keeps only the optimizer's slots
+        of that share (ZeRO stage 1, https://arxiv.org/abs/1910.02054). Gradients are reduce-scattered and weights
+        all-gathered, which moves the same number of bytes as without it. Works with Keras optimizers that compute
+        element by element (not Adafactor, Lamb, Muon), and with your own classes that set the attribute
+        `element_wise = True`. All workers take part in saving; see `docs/saving.md`. Defaults to False.
+      synchronization: A `tfring.Delayed`: each worker takes several steps on its own rows, then the weights are
+        averaged. For slow networks; the result does not equal one process. Defaults to None: gradients are reduced in
+        every step.
+      random: How random layers such as Dropout draw. "replica": each replica draws for its own rows. "global": each
+        replica draws for all rows, as one process does, and uses the numbers of its own rows. The result is that of
+        one process, and drawing takes as long as in one process. Steps that each replica computes from its own rows
+        (pipelines, `Delayed`) always draw as with "replica". Defaults to "replica".
       check_equal: Whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
-        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
-      trace: A folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
-        is written.
+        `assert_equal`). For debugging: it costs a pass over all variables. Defaults to TFRING_CHECK_EQUAL, or to False
+        if that is not set.
+      trace: A folder to which each worker writes a trace of what it did and when, for `tfring report`. Defaults to
+        TFRING_TRACE; if that is not set, no trace is written.
 
     Raises:
-      ConfigurationError: For settings that cannot be honoured.
-      RendezvousError: Where the other workers do not come.
+      ConfigurationError: If a setting cannot be honoured.
+      RendezvousError: If the other workers do not connect in time.
 
-    Where the cluster comes from and what the environment may say is in `docs/`.
+    The pages in `docs/` describe the sources of a cluster and the environment variables.
 
     >>> strategy = RingStrategy()
     >>> with strategy.scope():
@@ -111,7 +113,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     extended: RingExtended
     ring: Ring
-    _workers: Cluster | None = None  # those of parameter servers, where each has a ring of its own
+    _workers: Cluster | None = None  # with parameter servers: all workers, even if each is in a ring by itself
     _extended_class = RingExtended
 
     @short_traceback
@@ -150,7 +152,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError(f"`mesh` is {mesh!r}, not a tfring.Mesh, such as tfring.Mesh(model=2), or None.")
         mesh = mesh or Mesh()
         check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
-        settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
+        settings.read("TFRING_SEED")  # raises if it is not valid; a valid one was applied when tfring was imported
         trace = settings.read("TFRING_TRACE") if trace is None else trace
         given = {
             "cluster": cluster,
@@ -185,7 +187,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             compression=compression,
             communication_options=communication_options,
         )
-        # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
+        # Not the initializer of MultiWorkerMirroredStrategy, which starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
         ring = self.ring = extended.ring
         ring.shard_optimizer, ring.check_equal, ring.random = bool(shard_optimizer), check_equal, random
@@ -200,19 +202,19 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(ring)
-        if trace is not None and self._workers is None:  # servers start it once they are there
+        if trace is not None and self._workers is None:  # with servers, ParameterServerStrategy starts it later
             ring.start_trace(trace)
         remember(ring)
         ring.lines = RunLines(ring, getattr(self, "num_servers", 0))
 
     @tf.autograph.experimental.do_not_convert
     def scope(self) -> AbstractContextManager[Any]:
-        """As `tf.distribute.Strategy.scope`."""
+        """Returns the scope of this strategy; see `tf.distribute.Strategy.scope`."""
         self.warn_of_another_cluster()
         return super().scope()
 
     def warn_of_another_cluster(self) -> None:
-        """Once, where the environment says another cluster than when the strategy was made from it."""
+        """Warns once if the environment describes another cluster than when the strategy was made from it."""
         changed = self._found and self._found.changed(os.environ)
         if changed:
             self._found = None
@@ -225,17 +227,17 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def trace(self) -> Recorder | None:
-        """The recorder of this rank's trace; None where none is written."""
+        """The recorder of this rank's trace; None if no trace is written."""
         return self.ring.trace
 
     @property
     def cluster(self) -> Cluster:
-        """The rank of this worker and the addresses of all."""
+        """The rank of this worker and the addresses of all workers."""
         return self.ring.cluster
 
     @property
     def rank(self) -> int:
-        """The number of this worker, from 0 to `world_size - 1`."""
+        """The rank of this worker, from 0 to `world_size - 1`."""
         return self.cluster.rank
 
     @property
@@ -245,12 +247,12 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def is_chief(self) -> bool:
-        """True on rank 0, which prints, logs and writes what is wanted once."""
+        """True on rank 0, which prints, logs and writes on behalf of all ranks."""
         return self.cluster.is_chief
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas; 1 in a step of Keras, which is written for all rows."""
+        """The number of replicas; 1 in a step of Keras, which is written as if one replica had all rows."""
         return 1 if step.is_one_replica() else self.ring.num_replicas
 
     @property
@@ -266,18 +268,18 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         kwargs: dict[str, Any] | None = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Any:
-        """Runs `fn` on each replica, as `tf.distribute.Strategy.run`.
+        """Runs `fn` on each replica; see `tf.distribute.Strategy.run`.
 
-        Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
-        this call.
+        If a collective fails, this raises tfring's error, unless TensorFlow runs the collective later, in a
+        `tf.function` around this call.
         """
         with ShortTraceback(), failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | None) -> Any:
-        """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.
+        """Reduces a value over replicas; see `tf.distribute.Strategy.reduce`.
 
-        Keras asks for both (keras #20585).
+        Scalars can be reduced over axis 0 too, and nested structures are accepted. Keras needs both (keras #20585).
         """
         if tf.nest.is_nested(value) and not isinstance(value, tf.distribute.DistributedValues):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
@@ -286,19 +288,20 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def all_reduce_gradients(self, gradients: Any) -> Any:
         """Reduces the gradients of all replicas to those of the whole batch; every replica calls it.
 
-        For what a `train_step` does itself between tape and optimizer, such as `tf.clip_by_global_norm`. In a step of
-        Keras the result may go to `optimizer.apply_gradients` as it is: the optimizer weighs replicas by their rows,
-        and weights that add up to one leave alone what is equal on all. In a loop of your own, where gradients are
-        summed over replicas, it is the sum; divide it by `num_replicas_in_sync` before an optimizer sums it once more.
+        Use it if a `train_step` processes gradients between tape and optimizer, as with `tf.clip_by_global_norm`. In a
+        step of Keras, pass the result to `optimizer.apply_gradients` as it is: the optimizer weighs replicas by their
+        rows, these weights add up to one, and so gradients that are equal on all replicas do not change. In a loop of
+        your own, gradients are summed over replicas, so the result is the sum: divide it by `num_replicas_in_sync`
+        before an optimizer sums it again.
 
         Args:
-          gradients: A structure of tensors, `tf.IndexedSlices` and None, alike on all replicas.
+          gradients: A nested structure of tensors, `tf.IndexedSlices` and None, the same on all replicas.
 
         Returns:
-          The same structure, equal on all replicas; IndexedSlices have each id once.
+          The same structure, with equal values on all replicas. IndexedSlices contain each id once.
 
         Raises:
-          RuntimeError: Outside of a replica (`train_step`, `strategy.run`).
+          RuntimeError: If it is called outside of a replica (`train_step`, `strategy.run`).
         """
         if tf.distribute.get_replica_context() is None:
             raise RuntimeError(
@@ -308,23 +311,23 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.all_reduce_gradients(gradients)
 
     def bytes_sent(self) -> int | None:
-        """Returns the bytes this worker has sent to others so far; None with communication="tensorflow"."""
+        """Returns the number of bytes this worker has sent to others so far; None with communication="tensorflow"."""
         return self.ring.bytes_sent()
 
     def seconds_waited(self) -> float | None:
-        """Returns the seconds this worker's collectives have waited for others so far; None where they are not counted.
+        """Returns the seconds this worker's collectives have waited for others so far; None if they are not counted.
 
-        Those of communication="tensorflow" are not, nor is what parameter servers are waited for. What the backward
-        pass hides counts, too.
+        Waiting with communication="tensorflow" is not counted, nor is waiting for parameter servers. Waiting that the
+        backward pass hides is counted, too.
         """
         return self.ring.seconds_waited()
 
     def synchronize(self, model: Any) -> None:
-        """Exchanges and applies what workers hold back with `synchronization=...`; every rank calls it.
+        """Exchanges and applies the updates that workers hold back with `synchronization=...`; every rank calls it.
 
-        For reading weights between two batches (`get_weights`, a call of the model, a checkpoint of TensorFlow's) with
-        `synchronization=Delayed(...)`. At the end of an epoch, and in `evaluate`, `predict` and saving, it is done.
-        Without it, and where nothing is held back, it does nothing.
+        With `synchronization=Delayed(...)`, call it before you read weights between two batches (`get_weights`, a call
+        of the model, a checkpoint of TensorFlow). At the end of an epoch, and in `evaluate`, `predict` and saving,
+        tfring calls it. Without `synchronization`, or if nothing is held back, it does nothing.
 
         Args:
           model: A Keras model of this strategy.
@@ -334,25 +337,25 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 self.ring.updater.before_evaluation(model)
 
     def barrier(self) -> None:
-        """Returns once every worker has called it."""
+        """Blocks until every worker has called it."""
         self.ring.peers.barrier(name="barrier")
 
     def assert_equal(self, variables: Sequence) -> None:
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
 
         Args:
-          variables: Of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the shards
-            of slots that `shard_optimizer` gives each worker).
+          variables: Variables of Keras or TensorFlow. Variables that are not mirrored on all replicas (metrics, and the
+            shards of slots that `shard_optimizer` gives each worker) are skipped.
 
         Raises:
-          tf.errors.InvalidArgumentError: On every rank, naming the variables and the replicas that differ.
+          tf.errors.InvalidArgumentError: If replicas differ; on every rank, naming the variables and the replicas.
 
         >>> strategy = RingStrategy()
         >>> with strategy.scope():
         ...     variable = tf.Variable([1.0, 2.0])
         >>> strategy.assert_equal([variable])
         """
-        variables = [v for v in variables if not gradient_is_complete(v)]  # others have other shards
+        variables = [v for v in variables if not gradient_is_complete(v)]  # other ranks have other shards
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
         equality.assert_equal(self.ring, values, names, [sharding_of(v) is not None for v in variables])
@@ -365,7 +368,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def _check_exclusions(given: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError where two options are given, not None, of which one excludes the other."""
+    """Raises ConfigurationError if two options are given (not None) that exclude each other."""
     for (one, other), why in _EXCLUSIONS.items():
         if given.get(one) is not None and given.get(other) is not None:
             received = f"{one}={given[one]!r} and {other}={given[other]!r}"

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: weights live on servers, workers push gradients and pull what they need."""
+"""ParameterServerStrategy: servers hold the weights; workers push gradients and pull the weights they need."""
 
 from __future__ import annotations
 
@@ -27,53 +27,54 @@ _UPDATES = ("sync", "async")
 
 
 class ParameterServerStrategy(RingStrategy):
-    """Trains one model on workers whose weights and optimizer are held by parameter servers.
+    """Trains one model on workers, while parameter servers hold its weights and optimizer.
 
-    Every process runs the same program. In a server this constructor serves until the workers are through, and then
-    ends the process with code 0. Weights are sharded over the servers by bytes, large tables by rows. In each step a
-    worker pushes its gradients, of tables those of the batch's rows, servers update, and the worker pulls the new
-    weights; rows of tables above 64 KiB when a batch is about to read them.
+    Every process runs the same program. In a server process the constructor serves until the workers have finished,
+    then ends the process with exit code 0. Weights are sharded over the servers by bytes, large tables by rows. In each
+    step a worker pushes its gradients (for tables, only those of the batch's rows), the servers update, and the worker
+    pulls the new weights. Rows of tables above 64 KiB are pulled when a batch is about to read them.
 
-    With update="sync" the gradients of all workers make one update, weighed by rows: the result equals one process on
-    the whole batch. Rows, logs, metrics and state go as under RingStrategy, by a ring of the workers. With
-    update="async" each worker trains on batches of its own, and goes on as soon as its gradient is in an update; in an
-    epoch each batch is trained by one of the workers, the first that is ready for it, so a slow worker takes fewer.
+    With update="sync" the gradients of all workers form one update, weighted by rows: the result equals one process on
+    the whole batch. A ring of the workers handles rows, logs, metrics and state, as under RingStrategy. With
+    update="async" each worker trains on its own batches, and continues as soon as its gradient is part of an update. In
+    an epoch each batch goes to one worker, the first that is ready for it, so a slow worker trains fewer batches.
 
-    Roles come from `tfring launch --servers S`, or from TF_CONFIG with "ps" and "worker" tasks. Without either the
+    Roles come from `tfring launch --servers S`, or from TF_CONFIG with "ps" and "worker" tasks. Without either, the
     process trains alone, without servers.
 
-    Where workers go on by themselves (update="async", or `backup_workers`) the loss of one is survived, and a process
-    that is started in its place (`tfring launch --max-worker-restarts`) goes on in the epoch under way.
+    If workers proceed independently (update="async", or `backup_workers`), the job survives the loss of a worker, and a
+    process that replaces it (`tfring launch --max-worker-restarts`) joins the current epoch.
 
     Args:
-      update: "sync" or "async".
-      max_staleness: With "async", how many updates a gradient may be behind the weights it is applied to; 0 makes one
-        update of all workers' gradients, each of its own batch. Default: None, no bound.
-      late: What is done with a gradient beyond the bound: "wait" (none becomes so stale: workers that are ahead wait,
-        and gradients that wait together make one update), "scale" (it counts 1 / staleness) or "drop". Each server
-        keeps the bound for its shards.
-      backup_workers: With "sync", how many workers an update does not wait for: it takes the first gradients, and
-        drops those that come later. Workers then train on batches of their own, as with "async".
-      snapshot_dir: A folder, the same for a server that is started again. Each server writes its shards and slots there
-        when they are made, and every `snapshot_seconds`. A server that is lost is started again by `tfring launch
-        --servers` (or by what started it) and goes on from its last snapshot; workers wait for it, up to
-        `TFRING_CONNECT_TIMEOUT_SECONDS`. What was pushed to it since the snapshot is lost. With "async" or
-        `backup_workers`. Default: None, the loss of a server ends the job.
-      snapshot_seconds: From one snapshot to the next, in seconds. Default: 30.
-      replicas: 2: each shard is held by two servers, which make the same updates, and nothing that was pushed is lost
-        when the process of one of them ends; workers go on with the other. One that is started again, by `tfring launch
-        --servers` or by what started it, gets what the other holds. Without `snapshot_dir`. Default: 1.
-      roles: A `tfring.cluster.roles.Roles`; by default what the environment says.
-      trace: As of RingStrategy, in servers too.
+      update: "sync" or "async". Defaults to "sync".
+      max_staleness: With "async", number of updates a gradient may be behind the weights it is applied to. With 0 the
+        gradients of all workers, each of its own batch, form one update. Defaults to None: no bound.
+      late: How to treat a gradient beyond the bound. "wait" (default): no gradient becomes that stale; workers that are
+        ahead wait, and gradients that wait together form one update. "scale": the gradient is multiplied by
+        1 / staleness. "drop": the gradient is dropped. Each server enforces the bound for its own shards.
+      backup_workers: With "sync", number of workers an update does not wait for: it uses the first gradients and drops
+        those that arrive later. Each worker then trains on its own batches, as with "async". Defaults to 0.
+      snapshot_dir: A folder, the same one for a restarted server. Each server writes its shards and slots there when
+        they are created, and every `snapshot_seconds`. A lost server is restarted by `tfring launch --servers` (or by
+        whatever started it) and continues from its last snapshot; workers wait for it, up to
+        `TFRING_CONNECT_TIMEOUT_SECONDS`. Gradients pushed to it since the snapshot are lost. Requires "async" or
+        `backup_workers`. Defaults to None: the loss of a server ends the job.
+      snapshot_seconds: Interval between snapshots, in seconds. Defaults to 30.
+      replicas: Number of servers that hold each shard, 1 or 2. With 2, both servers make the same updates. If the
+        process of one ends, no pushed gradient is lost, and workers continue with the other. A server that is restarted
+        by `tfring launch --servers`, or by whatever started it, gets the state of the other. Excludes `snapshot_dir`.
+        Defaults to 1.
+      roles: A `tfring.cluster.roles.Roles`. Defaults to the roles that the environment describes.
+      trace: See `RingStrategy`. Servers write traces as well.
 
     Raises:
-      ConfigurationError: For settings that cannot be honoured.
-      RendezvousError: Where the other processes do not come.
-      SystemExit: In a server, with code 0, when the workers are through.
-      PeerLostError: In a server, where a worker was lost that the others need, or all were.
+      ConfigurationError: If a setting cannot be honoured.
+      RendezvousError: If the other processes do not connect in time.
+      SystemExit: In a server, with code 0, when the workers have finished.
+      PeerLostError: In a server, if a worker was lost that the others need, or if all workers were lost.
 
-    Sources: bounded staleness is that of stale synchronous parallel (Ho et al. 2013), backup workers those of Chen et
-    al. (https://arxiv.org/abs/1604.00981).
+    Sources: bounded staleness follows stale synchronous parallel (Ho et al. 2013); backup workers follow Chen et al.
+    (https://arxiv.org/abs/1604.00981).
 
     >>> strategy = ParameterServerStrategy(update="async", max_staleness=4)
     >>> strategy.num_servers
@@ -129,7 +130,7 @@ class ParameterServerStrategy(RingStrategy):
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star, trace)
             self._workers = self.roles.cluster_of_workers()
-        # Workers hold other rows of tables: their bits differ until an epoch ends.
+        # Workers hold different rows of tables, so their bits differ until an epoch ends.
         of_ring = Cluster.alone() if self._workers is None or is_star else self._workers
         super().__init__(of_ring, trace=trace, check_equal=False)
         if len(self.ring.devices) > 1:
@@ -161,18 +162,19 @@ class ParameterServerStrategy(RingStrategy):
     def pull(self) -> None:
         """Pulls full weights, and the optimizer's slots, from the servers into this worker's model.
 
-        `fit` does it at the end of an epoch, and whatever saves does it before. In a callback after a batch, rows of
-        tables that later batches have not read yet may be older.
+        `fit` calls it at the end of an epoch, and everything that saves calls it first. Without it, in a callback after
+        a batch, rows of tables that later batches have not read yet may be out of date.
         """
         if self.ring.updater is not None:
             self.ring.updater.renew(with_slots=True)
 
     def histograms(self) -> dict[str, dict]:
-        """Returns the histograms of the last epoch, of all workers with asynchronous updates, else of this one.
+        """Returns the histograms of the last epoch: of all workers with asynchronous updates, otherwise of this worker.
 
         Returns:
-          "staleness": how many gradients were how many updates behind; "waited_seconds": how many waited on servers up
-          to how long. `fit` logs their means as `staleness`, `max_staleness`, `waited_seconds`, `dropped_gradients`.
+          A dict with "staleness", the number of gradients by how many updates they were behind, and "waited_seconds",
+          the number of gradients by how long they waited on servers. `fit` logs their means as `staleness`,
+          `max_staleness`, `waited_seconds`, `dropped_gradients`.
         """
         return {} if self.ring.updater is None else self.ring.updater.statistics.histograms()
 
@@ -185,7 +187,7 @@ class ParameterServerStrategy(RingStrategy):
 
 
 def _check(settings: dict[str, Any], roles: Roles | None) -> None:
-    """Raises ConfigurationError for settings that are none, or exclude each other."""
+    """Raises ConfigurationError if settings are invalid or exclude each other."""
     num_workers = None if roles is None else len(roles.workers)
     replicas = settings["replicas"]
     update, bound, late = settings["update"], settings["max_staleness"], settings["late"]
@@ -230,7 +232,7 @@ def _check(settings: dict[str, Any], roles: Roles | None) -> None:
 
 
 def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | os.PathLike | None) -> None:
-    """Serves until the workers are through, and ends the process."""
+    """Serves until the workers have finished, then ends the process."""
     _keras.install()
     workers = list(range(len(roles.workers)))
 

@@ -15,7 +15,7 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 class Address(NamedTuple):
-    """The address a worker listens at. The host of an IPv6 address carries no brackets."""
+    """The address at which a worker listens. The host of an IPv6 address has no brackets."""
 
     host: str
     port: int
@@ -25,16 +25,16 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """Reads one address.
+    """Parses an address.
 
     Args:
       text: `"host:port"`, `"192.0.2.1:port"` or `"[2001:db8::1]:port"`.
 
     Returns:
-      The host in lower case (IPv6 in its shortest form), and the port.
+      An `Address` with the host in lower case (IPv6 in its shortest form) and the port.
 
     Raises:
-      ConfigurationError: `text` is none of the three, or the port is not within 1 to 65535.
+      ConfigurationError: If `text` has none of the three forms, or the port is not from 1 to 65535.
 
     >>> parse_address("Host1:12345")
     Address(host='host1', port=12345)
@@ -46,7 +46,7 @@ def parse_address(text: str) -> Address:
     return _parse(text)
 
 
-@functools.lru_cache(4096)  # every rank reads those of all a few times
+@functools.lru_cache(4096)  # every rank parses the addresses of all ranks a few times
 def _parse(text: str) -> Address:
     if "://" in text:
         raise _error(text, f'It takes no scheme: write "{text.split("://", 1)[1]}".')
@@ -67,7 +67,7 @@ def _parse(text: str) -> Address:
 
 
 def host_key(address: Address) -> str:
-    """The host, with the three spellings of loopback taken for one."""
+    """Returns the host, with one name for the three spellings of loopback."""
     return "localhost" if address.host in _LOOPBACK else address.host
 
 

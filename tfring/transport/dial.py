@@ -1,4 +1,4 @@
-"""Dialing: connects to the listener of another process and proves to know the job's secret."""
+"""Dialing: connects to the listener of another process and proves knowledge of the job's secret."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ def dial(
     seconds: float,
     wait_for: Callable[[], bool] = lambda: True,
 ) -> wire.Channel:
-    """Connects to the listener of a rank, proves itself and sends its hello.
+    """Connects to the listener of a rank, proves knowledge of the secret and sends its hello.
 
     Args:
-      address: That the rank listens at.
-      key: The secret, or nothing.
-      kind: Of HELLOS.
-      hello: Its fields but `seconds`, or a function that makes them from the connection.
-      network: Whether TCP may be used, if no process of this user listens on this host.
-      seconds: For all messages on this channel, until the caller sets another deadline.
-      wait_for: Called while nothing comes; returns whether to go on waiting.
+      address: The address at which the rank listens.
+      key: The secret, or empty bytes.
+      kind: A kind of HELLOS.
+      hello: The fields of the hello except `seconds`, or a function that returns them, given the connection.
+      network: Whether TCP may be used if no process of this user listens on this host.
+      seconds: Time for all messages on this channel, until the caller sets another deadline.
+      wait_for: A function that is called while no data arrives. Returns whether to continue to wait.
+
+    Returns:
+      The channel of the connection.
 
     Raises:
-      wire.NoProofError: The other side has another secret.
-      wire.WireError: Another program answers.
-      wire.GivenUpError: `wait_for` returned False.
-      OSError: There is no answer.
+      wire.NoProofError: If the other side has another secret.
+      wire.WireError: If another program answers.
+      wire.GivenUpError: If `wait_for` returned False.
+      OSError: If there is no answer.
     """
     place = (ports.resolve(address.host), address.port)
     deadline = time.monotonic() + seconds
@@ -49,8 +52,8 @@ def dial(
 class Probed(NamedTuple):
     """The process that a probe found."""
 
-    local: str  # the address of this host on the way there
-    rank: int | None  # of the process, as it reports
+    local: str  # the address of this host on the route to it
+    rank: int | None  # the rank that the process reports
     problem: Exception | None  # why its rank is not known
 
 
@@ -58,7 +61,7 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
     """Probes the process that listens at a rank's address.
 
     Raises:
-      OSError: There is none.
+      OSError: If there is none.
     """
     addresses = tuple(cluster.addresses)
     address, key = parse_address(addresses[rank]), secret.of(cluster)
@@ -70,7 +73,7 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
     except ConnectionRefusedError:
         if network:
             raise
-        # Another program may listen there; it is sent nothing but a challenge.
+        # Another program may listen there; it gets only a challenge.
         connection = _connect(*place, network=True, deadline=deadline)
     local = hosts[0] if connection.family == socket.AF_UNIX else str(connection.getsockname()[0])
     try:
@@ -98,7 +101,7 @@ def _connect(
     if not network:
         raise ConnectionRefusedError(errno.ECONNREFUSED, f"refused: no process of user {os.geteuid()} listens there")
     problems = []
-    # Ranks that are all on this host listen at its loopback addresses alone.
+    # If all ranks are on this host, they listen only at its loopback addresses.
     for host in dict.fromkeys((*hosts, *(sockets.LOOPBACKS if any(map(ports.is_local, hosts)) else ()))):
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -128,7 +131,7 @@ def _introduce(
     try:
         channel.wait_for = wait_for
         channel.prove_first(key)
-        # Its process may have started to listen in the meantime.
+        # The process may have started to listen at its Unix socket in the meantime.
         if not channel.is_local and (nearer := sockets.connect_locally(*place, strict=False)) is not None:
             channel.close()
             channel = wire.Channel(nearer, deadline, connects=True)

@@ -1,6 +1,6 @@
-"""The handshake: who connects, to which rank, and what for.
+"""The handshake: which rank connects, to which rank, and for which purpose.
 
-Both sides prove that they know the secret (wire.py); then the one that connects sends one of HELLOS.
+Both sides prove that they know the secret (wire.py); then the connecting side sends one of HELLOS.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ JOB = wire.text(16, "[0-9a-f]{16}")
 _TOKEN = wire.text(32, "[0-9a-f]{32}")
 _WHO = {
     "job": JOB,
-    "rank": wire.integer(0, MAX_RANKS),  # of the process that connects,
-    "to": wire.integer(0, MAX_RANKS),  # and of the process it wants
-    "seconds": wire.integer(1, MAX_SECONDS),  # how long it waits to be taken
+    "rank": wire.integer(0, MAX_RANKS),  # of the connecting process
+    "to": wire.integer(0, MAX_RANKS),  # of the process it wants to reach
+    "seconds": wire.integer(1, MAX_SECONDS),  # time that it waits to be taken
 }
 _LINK = {
     **_WHO,
@@ -33,8 +33,8 @@ HELLOS = wire.Format(
     {
         "probe": _WHO,
         "doctor": _WHO,
-        "ring": _LINK,  # one that forms
-        "link": _LINK,  # one more of a ring that is open
+        "ring": _LINK,  # a link of a ring that forms
+        "link": _LINK,  # another link of an open ring
         "data": {**_WHO, "session": _TOKEN},
         "meeting": {
             **_WHO,
@@ -59,7 +59,7 @@ class RefusedError(Exception):
 
 
 def job_id(addresses: tuple[str, ...]) -> str:
-    """Returns the name of a job; ranks with other addresses belong to another job."""
+    """Returns the name of a job. Ranks with other addresses belong to another job."""
     return digest("\n".join(addresses))
 
 
@@ -74,7 +74,7 @@ def digest(text: str) -> str:
 
 
 def answer(channel: wire.Channel, key: bytes) -> Generator[wire.Format, wire.Message, None]:
-    """Runs the listening side: yields the format of the next message, and is sent the message."""
+    """Runs the listening side: yields the format of the next message, and receives the message by `send`."""
     challenge = yield wire.Channel.CHALLENGES
     channel.challenge()
     channel.challenged(challenge, key)

@@ -1,14 +1,14 @@
-"""The listener: the one way into a process, for the ring, the meeting and the doctor.
+"""The listener: the only entry into a process, for the ring, the meeting and the doctor.
 
     another rank ──Unix socket──►┌──────────┐
     of this host                 │ one loop │──► pending ──► take(...): the ring, the meeting, the doctor
     another rank ──TCP──────────►└──────────┘
     of another host                   └──► unauthenticated: dropped, after _GREETING_SECONDS at the latest
 
-Between processes of one host the Unix socket is the only way, or the first choice where there is a secret: the kernel
-tells each side which user the other is, descriptors can be handed over, and no other process can stand in between. It
-is abstract, named after the address of the listener (so its network namespace is its host), and gone with the process.
-TCP is served where the ranks of a job are on several hosts or have a secret.
+Processes of one host connect only through the Unix socket, or preferably through it if there is a secret: the kernel
+tells each side the user of the other, descriptors can be handed over, and no other process can intercept. The socket is
+abstract, named after the address of the listener (so its network namespace is its host), and disappears with the
+process. TCP is served if the ranks of a job are on several hosts or have a secret.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from typing import Any, NamedTuple
 
 from tfring.transport import handshake, ports, secret, sockets, wire
 
-_MAX_UNAUTHENTICATED = 64  # the oldest is dropped for the next
-_MAX_PENDING = 64  # besides two for each rank of the largest job
-_GREETING_SECONDS = 10.0  # from a connection to its hello, all in all
+_MAX_UNAUTHENTICATED = 64  # beyond this the oldest is dropped
+_MAX_PENDING = 64  # in addition to two for each rank of the largest job
+_GREETING_SECONDS = 10.0  # from a connection to its hello, in total
 _PAUSE_SECONDS = 0.1  # before accepting again when descriptors have run out, or another user floods this process
 _UNWELCOME_AT_ONCE = 16
-_SWEEP_SECONDS = 1.0  # between looks at who has gone or waited in vain
+_SWEEP_SECONDS = 1.0  # between checks for peers that have gone or waited in vain
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _log = logging.getLogger(__name__)
 
 
 class Connection(NamedTuple):
-    """A connection whose peer has proved itself, and what it is for."""
+    """A connection with an authenticated peer, and its purpose."""
 
     channel: wire.Channel
     kind: str
     hello: dict[str, Any]
-    until: float  # closed then, unless it is taken
+    until: float  # closed at this time unless it is taken
 
 
 @dataclasses.dataclass
@@ -68,10 +68,10 @@ class _Member(NamedTuple):
 
 
 class Listener:
-    """Listens for all connections to this process, for as long as it lives.
+    """Listens for all connections to this process during its lifetime.
 
     Attributes:
-      turned_away: The last connection that was rejected, and why; empty without one.
+      turned_away: The last connection that was rejected, and the reason; empty if there is none.
     """
 
     _instances: dict[tuple[int, Any], Listener] = {}
@@ -79,21 +79,21 @@ class Listener:
 
     @classmethod
     def of(cls, cluster: Any) -> Listener:
-        """Returns the listener at this rank's address, made on first use, after admitting this job.
+        """Admits this job and returns the listener at this rank's address, which is created on first use.
 
         Raises:
-          RendezvousError: It cannot listen there.
-          ConfigurationError: A secret is wanted, and there is none.
+          RendezvousError: If it cannot listen there.
+          ConfigurationError: If a secret is required and there is none.
         """
         key = secret.of(cluster)
-        # One listener a socket, however its address is spelled: two would take each other's connections.
+        # One listener per socket, however its address is spelled: two would take each other's connections.
         fd = cluster.listen_fd
         name = (os.getpid(), cluster.addresses[cluster.rank] if fd is None else os.fstat(fd).st_ino)
         addresses = tuple(cluster.addresses)
         several_hosts = ports.spans_hosts(addresses)
         with cls._instances_lock:
             if several_hosts and name in cls._instances and cls._instances[name]._for_this_host:
-                cls._instances.pop(name)._close()  # an earlier job of this rank needed no more
+                cls._instances.pop(name)._close()  # an earlier job of this rank needed this host only
             if name not in cls._instances:
                 tcp = sockets.listen(cluster, several_hosts) if fd is None else socket.socket(fileno=os.dup(fd))
                 cls._instances[name] = cls(tcp, key, for_this_host=fd is None and not several_hosts)
@@ -103,7 +103,7 @@ class Listener:
 
     @classmethod
     def at(cls, tcp: socket.socket, key: bytes) -> Listener:
-        """Makes the listener of a socket that listens, of which it keeps a duplicate."""
+        """Returns a listener for a listening socket, of which it keeps a duplicate."""
         name = (os.getpid(), os.fstat(tcp.fileno()).st_ino)
         with cls._instances_lock:
             cls._instances[name] = cls(tcp.dup(), key)
@@ -141,7 +141,7 @@ class Listener:
         self._thread.start()
 
     def admit(self, job: str, rank: int, world_size: int, several_hosts: bool) -> None:
-        """Admits the ranks of a job, of which this process is rank `rank`."""
+        """Admits the ranks of a job in which this process is rank `rank`."""
         if several_hosts and not self._key and rank == 0 and not self._members and not self._warned:
             self._warned = True
             _log.warning("%s", secret.warning(f"port {self.port} of {socket.gethostname()}"))
@@ -156,7 +156,7 @@ class Listener:
         self._wake_up()
 
     def take(self, wanted: Callable[[Connection], bool], seconds: float) -> Connection | None:
-        """Returns a pending connection and its channel to the caller; None if no such one came in time."""
+        """Returns a pending connection, which the caller then owns; None if no such connection came in time."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
@@ -183,7 +183,7 @@ class Listener:
         self._thread.join()
 
     def _close_in_child(self) -> None:
-        """Closes the copies of a forked child, which would keep the port and the name."""
+        """Closes the copies in a forked child, which would otherwise keep the port and the name."""
         for entry in (self._tcp, self._unix, *(connection.channel for connection in self._pending)):
             if entry is not None:
                 entry.close()
@@ -192,14 +192,14 @@ class Listener:
         self._selector.close()
         os.close(self._wake)
 
-    # The loop, in a thread of its own. It never waits for a peer.
+    # The loop, in its own thread. It never waits for a peer.
 
     def _run(self) -> None:
         while not self._closing:
             self._watch_listeners()
             for key, _ in self._selector.select(self._seconds_to_next()):
                 if key.fileobj in (self._tcp, self._unix):
-                    self._accept(key.fileobj)  # type: ignore[arg-type]  # which is one of the two sockets
+                    self._accept(key.fileobj)  # type: ignore[arg-type]  # it is one of the two sockets
                 elif key.fd in self._unauthenticated:
                     self._read(self._unauthenticated[key.fd])
                 elif key.fd == self._wake:
@@ -251,12 +251,12 @@ class Listener:
             self._note(peer, "of another user")
             connection.close()
             self._num_unwelcome += 1
-            if self._num_unwelcome % _UNWELCOME_AT_ONCE == 0:  # a loop of them would keep this process busy
+            if self._num_unwelcome % _UNWELCOME_AT_ONCE == 0:  # a flood of them would keep this process busy
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
             return
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
             self._drop_oldest("too many others came after it")
-        channel = wire.Channel(connection, 0.0, connects=False)  # no deadline but now: what is sent here never waits
+        channel = wire.Channel(connection, 0.0, connects=False)  # the deadline is now: sending never waits here
         conversation = handshake.answer(channel, self._key)
         deadline = time.monotonic() + _GREETING_SECONDS
         waiting = _Unauthenticated(channel, conversation, next(conversation), deadline, peer)
@@ -275,7 +275,7 @@ class Listener:
             self._drop(waiting, str(error))
 
     def _receive_hello(self, channel: wire.Channel, kind: str, hello: dict[str, Any]) -> None:
-        """Answers a peer that has proved itself, or keeps its connection pending."""
+        """Answers an authenticated peer, or keeps its connection pending."""
         with self._changed:
             member = self._members.get(hello["job"])
         try:
@@ -311,7 +311,7 @@ class Listener:
             self._changed.notify_all()
 
     def _sweep(self) -> None:
-        """Closes pending connections that have gone or waited in vain; `_changed` is held."""
+        """Closes pending connections that have gone or waited in vain. The caller must hold `_changed`."""
         now = time.monotonic()
         for connection in list(self._pending):
             if connection.until <= now or connection.channel.is_closed_by_peer:

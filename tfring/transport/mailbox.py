@@ -1,9 +1,9 @@
 """Memory that two ranks of a host share, without a name in the file system.
 
-For each link a rank makes an anonymous memory file, sealed so that no process can change its size, and a pipe as its
-doorbell. The peer is handed both through the Unix socket that connects the two, and looks at what it was given before
-it uses it. That needs no room in /dev/shm (64 MB in a container by default) and leaves nothing behind, however a
-process ends. `native/shm_channel.cc` says what is inside.
+For each link a rank creates an anonymous memory file, sealed so that no process can change its size, and a pipe as its
+doorbell. Both are handed to the peer through the Unix socket that connects the two ranks, and the peer validates them
+before it uses them. This needs no space in /dev/shm (64 MB in a container by default) and leaves nothing behind,
+however a process ends. `native/shm_channel.cc` describes the content.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Mailbox:
     """This rank's mailbox of one link. Its descriptors are open until `detach` or `close`."""
 
     def __init__(self) -> None:
-        """Raises OSError where the system gives no such memory."""
+        """Raises OSError if the system does not provide such memory."""
         self.memory_fd = os.memfd_create("tfring-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             size = HEADER_BYTES + CAPACITY_BYTES
             os.ftruncate(self.memory_fd, size)
-            os.posix_fallocate(self.memory_fd, 0, size)  # now, or as a bus error later
+            os.posix_fallocate(self.memory_fd, 0, size)  # fails now, instead of with a bus error later
             fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, _SEALS)
             reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                # Both ends in one descriptor: no end of file when the peer has left.
+                # Both ends in one descriptor, so that there is no end of file when the peer has left.
                 self.doorbell_fd = os.open(f"/proc/self/fd/{reader}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             except BaseException:
                 os.close(self._writer)
@@ -48,7 +48,7 @@ class Mailbox:
         return self.memory_fd, self._writer
 
     def detach(self) -> tuple[int, int]:
-        """Hands over both descriptors: memory, doorbell."""
+        """Returns both descriptors, memory and doorbell, which the caller then owns."""
         fds = (self.memory_fd, self.doorbell_fd)
         if self._writer >= 0:
             os.close(self._writer)
@@ -65,8 +65,8 @@ def check(fds: Sequence[int]) -> None:
     """Validates the descriptors that a peer handed over as its mailbox.
 
     Raises:
-      ValueError: It is something else.
-      OSError: It cannot be looked at.
+      ValueError: If they are not a mailbox.
+      OSError: If they cannot be inspected.
     """
     if len(fds) != 2:
         raise ValueError(f"{len(fds)} descriptors came instead of memory and a doorbell")
@@ -85,7 +85,7 @@ def check(fds: Sequence[int]) -> None:
         raise ValueError("the doorbell is no pipe")
     if fcntl.fcntl(doorbell, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
         raise ValueError("the doorbell is not the writing end of a pipe")
-    # With a reading end of its own it can be rung when the peer has died, without SIGPIPE.
+    # With its own reading end the doorbell can be rung without SIGPIPE after the peer has died.
     both = os.open(f"/proc/self/fd/{doorbell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     os.dup2(both, doorbell, inheritable=False)
     os.close(both)

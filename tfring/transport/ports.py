@@ -1,4 +1,4 @@
-"""Sockets for others to connect to: which ports, which interface; and which host this is."""
+"""Listening sockets: their ports and interfaces, and the identity of this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfring.transport.address import Address, host_key, parse_address
 _ANY = ("::", "0.0.0.0")
 _SIOCGIFADDR = 0x8915
 _NUM_CANDIDATES = 8
-_DEFAULT_RANGE = (20000, 29999)  # below what Linux gives to outgoing connections (32768 up)
+_DEFAULT_RANGE = (20000, 29999)  # below the range that Linux uses for outgoing connections (from 32768)
 
 
 def open_listener(
@@ -32,13 +32,16 @@ def open_listener(
     """Listens on the first port that is free.
 
     Args:
-      ports: In this order; by default those of `TFRING_PORT_RANGE`, or any where it is not set.
-      loopback: Whether to be reachable from this host alone.
-      avoid: Taken last of those of `TFRING_PORT_RANGE`, for others will want them.
-      remedy: What to do if none is free; by default, to set `TFRING_PORT_RANGE`.
+      ports: Ports to try, in this order. Defaults to those of `TFRING_PORT_RANGE`, or any port if it is not set.
+      loopback: Whether to be reachable from this host only.
+      avoid: Ports of `TFRING_PORT_RANGE` to try last, because other processes will need them.
+      remedy: Advice in the error if no port is free. Defaults to setting `TFRING_PORT_RANGE`.
+
+    Returns:
+      The listening socket.
 
     Raises:
-      ConfigurationError: None is free, or there is no such interface.
+      ConfigurationError: If no port is free, or there is no such interface.
     """
     if ports is None:
         first_last = config.read("TFRING_PORT_RANGE")
@@ -63,9 +66,9 @@ def open_listener(
 
 
 def listen() -> tuple[str, int]:
-    """Listens for other ranks, for an engine whose facts tfring does not know.
+    """Listens for other ranks, for use with a launcher that tfring does not know.
 
-    Give the address to the other ranks by the engine's own means, gather theirs, and make the cluster:
+    Send the address to the other ranks by the launcher's own means, gather theirs, and create the cluster:
 
     >>> address, fd = listen()
     >>> addresses = [address]                        # of all ranks, in order
@@ -74,15 +77,15 @@ def listen() -> tuple[str, int]:
     1
 
     Returns:
-      This host's address (of the interface that `TFRING_INTERFACE` names, else the one towards the default route)
-      with a port (of `TFRING_PORT_RANGE`, else any), and a descriptor of the socket that listens there.
+      A tuple of this host's address (of the interface that `TFRING_INTERFACE` names, otherwise the one of the default
+      route) with a port (of `TFRING_PORT_RANGE`, otherwise any), and the descriptor of the socket that listens there.
     """
     with open_listener() as listener:
         return str(Address(own_address(), listener.getsockname()[1])), os.dup(listener.fileno())
 
 
 def own_address() -> str:
-    """This host's address, as others are most likely to reach it."""
+    """Returns the address of this host at which others are most likely to reach it."""
     named = named_address()
     if named is not None:
         return named
@@ -94,7 +97,7 @@ def own_address() -> str:
 
 
 def candidates(job: str) -> list[int]:
-    """Returns the ports at which rank 0 of a job may listen, in order: the same on all ranks, others for other jobs.
+    """Returns the ports at which rank 0 of a job may listen, in order: the same on all ranks, different for other jobs.
 
     >>> candidates("slurm 17.0") == candidates("slurm 17.0") != candidates("slurm 18.0")
     True
@@ -106,7 +109,7 @@ def candidates(job: str) -> list[int]:
 
 
 def named_address() -> str | None:
-    """The address of the interface that `TFRING_INTERFACE` names on this host; None where it is not set."""
+    """Returns the address of the interface that `TFRING_INTERFACE` names on this host; None if it is not set."""
     wanted = config.read("TFRING_INTERFACE")
     if wanted is None:
         return None
@@ -125,13 +128,13 @@ def named_address() -> str | None:
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Names and addresses of this host's interfaces, IPv4 before IPv6."""
+    """Yields names and addresses of this host's interfaces, IPv4 before IPv6."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield name, socket.inet_ntoa(answer[20:24])
-    # "fd000000000000000000000000000001 02 40 00 80     eth0"; the fourth column is the scope, 20 that of the link
+    # "fd000000000000000000000000000001 02 40 00 80     eth0"; the fourth column is the scope, 20 means link-local
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
@@ -140,7 +143,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def host_identity() -> str:
-    """The same for processes that share this host, its network and its boot; another elsewhere."""
+    """Returns a text that is the same for processes on this host, in its network and boot, and differs elsewhere."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -151,12 +154,12 @@ def host_identity() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if an address (not a name) is for this host alone."""
+    """Returns True if an address (not a name) is a loopback address."""
     return ipaddress.ip_address(host.split("%")[0]).is_loopback
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of a host name, in the order to try them; of an address, itself.
+    """Returns the addresses of a host name, in the order to try them; for an address, the address itself.
 
     >>> resolve("127.0.0.1")
     ['127.0.0.1']
@@ -178,7 +181,7 @@ def is_local(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listens at an address of this host; at `::` for IPv4 as well."""
+    """Listens at an address of this host; `::` accepts IPv4 as well."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -194,7 +197,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def _shuffled(first_last: tuple[int, int], avoid: Iterable[int]) -> list[int]:
-    """From a place of this process's own, so that those of one host rarely try the same."""
+    """Returns ports from a start that depends on the process, so that processes of one host rarely try the same."""
     first, last = first_last
     start = os.getpid() % (last - first + 1)
     ports = [*range(first + start, last + 1), *range(first, first + start)]
@@ -207,7 +210,7 @@ def _in_short(ports: list[int]) -> str:
 
 
 def spans_hosts(addresses: tuple[str, ...]) -> bool:
-    """Returns True if ranks may be elsewhere than on this host, judged by their addresses.
+    """Returns True if ranks may be on other hosts, according to their addresses.
 
     >>> spans_hosts(("127.0.0.1:1", "localhost:2")), spans_hosts(("127.0.0.1:1", "192.0.2.1:1"))
     (False, True)

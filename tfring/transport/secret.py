@@ -24,13 +24,13 @@ def fresh() -> str:
 
 
 def configured(environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the value of `TFRING_SECRET`, or of the file that `TFRING_SECRET_FILE` names; None without.
+    """Returns the value of `TFRING_SECRET`, or the content of the file `TFRING_SECRET_FILE`; None if neither is set.
 
     Args:
-      environ: Where to look; `os.environ` by default.
+      environ: The environment to read. Defaults to `os.environ`.
 
     Raises:
-      ConfigurationError: It is too short, or the file cannot be read.
+      ConfigurationError: If the secret is too short, or the file cannot be read.
 
     >>> configured({"TFRING_SECRET": "no secret in a test"}), configured({})
     ('no secret in a test', None)
@@ -52,7 +52,7 @@ def of(cluster: Any) -> bytes:
     """Returns the key to a cluster's listeners; empty if there is no secret.
 
     Raises:
-      ConfigurationError: There is none, and `TFRING_REQUIRE_SECRET` wants one; or as `configured`.
+      ConfigurationError: If there is no secret and `TFRING_REQUIRE_SECRET` is set; see also `configured`.
     """
     secret = getattr(cluster, "secret", None) or configured()
     if secret is None and config.read("TFRING_REQUIRE_SECRET"):

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def raise_descriptor_limit(descriptors: int) -> int:
-    """Raises this process' own descriptor limit, as far as it may, where this number of new ones needs it.
+    """Raises this process's descriptor limit, as far as allowed, if this number of new descriptors needs it.
 
     Returns the limit that all descriptors need.
     """
@@ -39,7 +39,7 @@ def raise_descriptor_limit(descriptors: int) -> int:
 
 
 def without_descriptors(num_processes: int, wanted: int) -> str:
-    """Says that processes cannot be started; `wanted` is the limit that they need."""
+    """Returns the error for processes that cannot be started; `wanted` is the limit that they need."""
     return (
         f"no file descriptors left: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and "
         f"{num_processes} processes take up to {wanted}. Raise it (`ulimit -n {wanted}`, or LimitNOFILE of a "
@@ -48,7 +48,7 @@ def without_descriptors(num_processes: int, wanted: int) -> str:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Returns the process and the user at the other end of a Unix socket, from the kernel."""
+    """Returns the process and the user at the other end of a Unix socket, as the kernel reports them."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process, user
 
@@ -63,7 +63,7 @@ def describe_peer(connection: socket.socket) -> str:
 
 
 def no_delay(connection: socket.socket) -> None:
-    """Turns off the delay of small messages over TCP."""
+    """Disables the delay of small messages over TCP."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -74,7 +74,7 @@ def local_name(host: str, port: int) -> str:
 
 
 def connect_locally(hosts: list[str], port: int, *, strict: bool) -> socket.socket | None:
-    """Connects to a process of this user that listens at one of these addresses of this host; None without."""
+    """Connects to a process of this user that listens at one of these addresses of this host; None if there is none."""
     for host in hosts:
         if not ports.is_local(host):
             continue
@@ -97,7 +97,7 @@ def connect_locally(hosts: list[str], port: int, *, strict: bool) -> socket.sock
 def _connect_unix(connection: socket.socket, name: str) -> None:
     """Connects to a Unix socket, and waits while its queue is full.
 
-    A socket with a timeout of Python's does not block, and gets EAGAIN at once.
+    A Python socket with a timeout does not block, and would get EAGAIN at once.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(CONNECT_SECONDS), 0))
     connection.connect(name)
@@ -106,10 +106,10 @@ def _connect_unix(connection: socket.socket, name: str) -> None:
 
 
 def listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.socket | None:
-    """Listens at the Unix socket that belongs to a TCP listener; None where its name is taken, and a secret is set.
+    """Listens at the Unix socket that belongs to a TCP listener; None if its name is taken and a secret is set.
 
     Raises:
-      RendezvousError: The name is taken, and there is no secret; or by another process of this user.
+      RendezvousError: If the name is taken and there is no secret, or it is taken by another process of this user.
     """
     host, port = listener.getsockname()[:2]
     name = local_name("*" if host in ("::", "0.0.0.0") else host, port)
@@ -139,7 +139,7 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
     """Listens at a rank's address.
 
     Raises:
-      RendezvousError: It cannot listen there.
+      RendezvousError: If it cannot listen there.
     """
     address = parse_address(cluster.addresses[cluster.rank])
     problem = None
@@ -157,7 +157,7 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
 
 
 def _addresses_to_bind(host: str, several_hosts: bool) -> Iterator[str]:
-    """Yields loopback if all ranks are here, a literal address as it is, and all addresses for a name."""
+    """Yields loopback if all ranks are on this host, a literal address itself, and all addresses for a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host)
@@ -167,5 +167,5 @@ def _addresses_to_bind(host: str, several_hosts: bool) -> Iterator[str]:
         yield "127.0.0.1"
         yield "::1"
         return
-    yield "::"  # everywhere: the address may be translated on the way
+    yield "::"  # all addresses: the address may be translated on the way
     yield "0.0.0.0"

@@ -1,4 +1,4 @@
-"""Messages between two processes that do not trust each other yet: their format, validated before it is used.
+"""Messages between two processes that do not trust each other yet: their format, validated before use.
 
 A message, over a socket or through the standard streams of ssh; numbers are little endian:
 
@@ -7,14 +7,14 @@ A message, over a socket or through the standard streams of ssh; numbers are lit
     │ 8 bytes      │ 4 bytes        │ 4 bytes        │ an object                 │ raw bytes        │
     └──────────────┴────────────────┴────────────────┴───────────────────────────┴──────────────────┘
 
-The reader defines which kinds of messages may come next, and of each kind the fields with their types, ranges and
-sizes. All of them are there, and no others; both lengths are within limits before memory is taken.
+The reader defines which kinds of messages may come next, and the fields of each kind with their types, ranges and
+sizes. A message must have all of these fields and no others. Both lengths are checked before memory is allocated.
 
-Two processes that share a secret prove it to each other before either says anything else:
+Two processes that share a secret prove it to each other before either sends anything else:
 
     the one that connects                                 the one that listens
        │ challenge; data: 32 random bytes ──────────────────► │
-       │ ◄────────────────── challenge; data: 32 random bytes │     from here on the data of every message is its tag
+       │ ◄────────────────── challenge; data: 32 random bytes │     from now on the data of every message is its tag
        │ proof ─────────────────────────────────────────────► │     or the connection closes
        │ ◄────────────────────────────────────────────── proof │
        │ who I am, whom I want, for what ───────────────────► │     see HELLOS
@@ -22,8 +22,8 @@ Two processes that share a secret prove it to each other before either says anyt
     key = HMAC-SHA-256(secret, "tfring 2" + both challenges)
     tag = HMAC-SHA-256(key, side ("c" or "l") + number of the message (8 bytes) + the message up to its data)
 
-So what is said under a tag is said by a process that knows the secret, in this conversation, in this order, and by the
-other side. Without a secret the key is that of the empty one: it proves nothing, and keeps the order of words.
+So a message with a valid tag comes from a process that knows the secret, in this conversation, in this order, and from
+the other side. Without a secret the key is that of an empty secret: it proves nothing, but the order is checked.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from typing import Any, NamedTuple
 MAGIC = b"TFRING\x00\x02"
 CHALLENGE_BYTES = TAG_BYTES = 32
 _PREFIX = struct.Struct("<8sII")
-_SLICE_SECONDS = 0.1  # between looks at whether to go on
+_SLICE_SECONDS = 0.1  # between checks whether to continue
 _MAX_FDS = 4
-_CHUNK_BYTES = 1 << 16  # memory is taken for what has come, not for what was promised
+_CHUNK_BYTES = 1 << 16  # memory is allocated for received data, not for announced data
 
-Field = Callable[[Any], bool]  # whether a value may stand there
+Field = Callable[[Any], bool]  # returns whether a value is valid for the field
 Fields = Mapping[str, Field]
 
 
 class WireError(ValueError):
-    """A message, or its tag, that is not among those expected."""
+    """An unexpected message, or one with an unexpected tag."""
 
 
 class NoProofError(WireError):
@@ -78,7 +78,7 @@ def integer(low: int, high: int) -> Field:
 
 
 def text(max_length: int, pattern: str = r"[^\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]*") -> Field:
-    """Returns a field that accepts texts up to a length that match a pattern; by default all that can be printed."""
+    """Returns a field that accepts texts up to a length that match a pattern; by default all printable texts."""
     matches = re.compile(pattern, re.DOTALL).fullmatch
     return lambda value: isinstance(value, str) and len(value) <= max_length and matches(value) is not None
 
@@ -89,24 +89,24 @@ def one_of(*choices: Any) -> Field:
 
 
 def optional(field: Field) -> Field:
-    """Returns a field that accepts None, or what `field` accepts."""
+    """Returns a field that accepts None, or a value that `field` accepts."""
     return lambda value: value is None or field(value)
 
 
 def list_of(field: Field, max_items: int) -> Field:
-    """Returns a field that accepts lists of up to `max_items`."""
+    """Returns a field that accepts lists of up to `max_items` items."""
     return lambda value: isinstance(value, list) and len(value) <= max_items and all(map(field, value))
 
 
 def mapping_of(name: Field, field: Field, max_items: int) -> Field:
-    """Returns a field that accepts objects of up to `max_items` names."""
+    """Returns a field that accepts objects with up to `max_items` names."""
     return lambda value: (
         isinstance(value, dict) and len(value) <= max_items and all(name(k) and field(v) for k, v in value.items())
     )
 
 
 def anything(value: Any) -> bool:
-    """Accepts any value: for answers that are only passed on or printed, from a process that has proved itself."""
+    """Accepts any value: for answers of an authenticated process that are only passed on or printed."""
     return True
 
 
@@ -118,7 +118,7 @@ REASON = text(MOST_REASON)
 
 
 class Message(NamedTuple):
-    """A checked one: `fields` are those of its kind, without `kind` itself."""
+    """A validated message: `fields` are those of its kind, without `kind` itself."""
 
     kind: str
     fields: dict[str, Any]
@@ -129,9 +129,9 @@ class Format:
     """The messages that may come next.
 
     Args:
-      kinds: The fields of each kind.
-      max_json_bytes: Of one message.
-      max_data_bytes: Of one message.
+      kinds: A dict that maps each kind to its fields.
+      max_json_bytes: Maximum bytes of JSON in one message.
+      max_data_bytes: Maximum bytes of data in one message.
 
     >>> greeting = Format({"hello": {"rank": integer(0, 9)}}, max_data_bytes=3)
     >>> message = Decoder(greeting).feed(pack("hello", b"abc", rank=7))
@@ -145,10 +145,10 @@ class Format:
         self.max_data_bytes = max_data_bytes
 
     def check(self, body: bytes) -> tuple[str, dict[str, Any]]:
-        """The kind and the fields.
+        """Returns the kind and the fields.
 
         Raises:
-          WireError: It is no message of this format.
+          WireError: If it is not a message of this format.
         """
         try:
             message = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
@@ -180,7 +180,7 @@ def _no_constant(name: str) -> Any:
 
 
 def pack(kind: str, data: bytes = b"", **fields: Any) -> bytes:
-    """A message.
+    """Returns the bytes of a message.
 
     >>> pack("end")
     b'TFRING\\x00\\x02\\x0f\\x00\\x00\\x00\\x00\\x00\\x00\\x00{"kind": "end"}'
@@ -194,7 +194,7 @@ class Decoder:
 
     def __init__(self, expected: Format) -> None:
         self.expected = expected
-        self.signed = b""  # of the last message, what its tag is for
+        self.signed = b""  # the part of the last message that its tag covers
         self._buffer = bytearray()
 
     @property
@@ -215,10 +215,10 @@ class Decoder:
         return _PREFIX.size + json_bytes + data_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete with these bytes.
+        """Yields the messages that these bytes complete.
 
         Raises:
-          WireError: This is none.
+          WireError: If the bytes are not a message.
         """
         self._buffer += data
         while (needed := self._needed()) > _PREFIX.size and len(self._buffer) >= needed:
@@ -232,9 +232,9 @@ class Channel:
     """A connected socket that carries messages, tagged once both challenges are known. Every wait ends.
 
     Attributes:
-      socket: Non-blocking.
-      deadline: On `time.monotonic()`: until then everything has to be said.
-      wait_for: Asked while nothing comes: whether to go on waiting.
+      socket: The non-blocking socket.
+      deadline: Time of `time.monotonic()` by which all messages must have been sent and received.
+      wait_for: A function that is called while no data arrives. Returns whether to continue to wait.
     """
 
     CHALLENGES = Format({"challenge": {}}, max_data_bytes=CHALLENGE_BYTES)
@@ -262,7 +262,7 @@ class Channel:
 
     @property
     def is_closed_by_peer(self) -> bool:
-        """Returns True if the peer has gone; what it sent before may still be unread."""
+        """Returns True if the peer has closed the connection and no data is left to read, or the connection failed."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -272,7 +272,7 @@ class Channel:
 
     @property
     def is_local(self) -> bool:
-        """Returns True if the channel leads to a process of this host, and can carry descriptors."""
+        """Returns True if the peer is a process of this host, so that the channel can carry descriptors."""
         return self.socket.family == socket.AF_UNIX
 
     def challenge(self) -> None:
@@ -280,17 +280,17 @@ class Channel:
         self._write(pack("challenge", self._challenge))
 
     def challenged(self, by: Message, secret: bytes) -> None:
-        """Tags what follows."""
+        """Receives the other side's challenge; all further messages are tagged."""
         if len(by.data) != CHALLENGE_BYTES or by.data == self._challenge:
             raise WireError("no challenge")
         both = (self._challenge, by.data) if self._mine == b"c" else (by.data, self._challenge)
         self._key = hmac.digest(secret, b"tfring 2" + b"".join(both), "sha256")
 
     def prove_first(self, secret: bytes) -> None:
-        """The part of the side that connects.
+        """Runs the handshake of the connecting side.
 
         Raises:
-          NoProofError: The other side has another secret.
+          NoProofError: If the other side has another secret.
         """
         self.challenge()
         self.challenged(self.receive(self.CHALLENGES), secret)
@@ -305,12 +305,12 @@ class Channel:
         """Writes one message, with descriptors if it is a Unix socket.
 
         Raises:
-          OSError: The connection closed, or its time is over.
+          OSError: If the connection closed, or the deadline has passed.
         """
         self._write(self.packed(kind, **fields), fds)
 
     def packed(self, kind: str, **fields: Any) -> bytes:
-        """A message with its tag, if it is time for tags."""
+        """Returns the bytes of a message, with its tag once messages are tagged."""
         if self._key is None:
             return pack(kind, **fields)
         signed = pack(kind, bytes(TAG_BYTES), **fields)[:-TAG_BYTES]
@@ -319,17 +319,17 @@ class Channel:
         return signed + tag
 
     def receive(self, expected: Format, fds: list[int] | None = None, max_fds: int = 0) -> Message:
-        """Reads one message and not a byte more.
+        """Reads one message and no byte beyond it.
 
         Args:
-          expected: What may come.
-          fds: Descriptors that came with it are appended.
-          max_fds: How many there may be.
+          expected: The format of the message.
+          fds: A list to which descriptors that came with the message are appended.
+          max_fds: Maximum number of descriptors.
 
         Raises:
-          WireError: What came is no such message.
-          GivenUpError: `wait_for` returned False.
-          OSError: The connection closed, or its time is over.
+          WireError: If the data is not a message of this format.
+          GivenUpError: If `wait_for` returned False.
+          OSError: If the connection closed, or the deadline has passed.
         """
         while True:
             message = self.try_receive(expected, fds, max_fds)
@@ -338,7 +338,7 @@ class Channel:
             self._wait(select.POLLIN)
 
     def try_receive(self, expected: Format, fds: list[int] | None = None, max_fds: int = 0) -> Message | None:
-        """As `receive`; None where not all of it is there yet."""
+        """Reads like `receive`, but returns None if the message is not complete yet."""
         tagged = self._key is not None
         if self._decoder is None:
             if tagged and expected.max_data_bytes != TAG_BYTES:
@@ -367,10 +367,10 @@ class Channel:
 
     def _read(self, size: int, fds: list[int] | None, max_fds: int) -> bytes:
         if fds is None:
-            return self.socket.recv(size)  # the kernel closes descriptors that were not asked for
+            return self.socket.recv(size)  # the kernel closes descriptors that are not received
         data, found, flags, _ = socket.recv_fds(self.socket, size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         fds += found
-        if flags & socket.MSG_CTRUNC and len(found) < _MAX_FDS:  # there was space: this process may open no more
+        if flags & socket.MSG_CTRUNC and len(found) < _MAX_FDS:  # there was space, so this process can open no more
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if flags & socket.MSG_CTRUNC or len(fds) > max_fds:
             raise WireError("too many descriptors")
@@ -393,11 +393,11 @@ class Channel:
 
 
 def connect(connection: socket.socket, address: Any, deadline: float, wait_for: Callable[[], bool]) -> None:
-    """Connects a socket, asking `wait_for` while there is no answer.
+    """Connects a socket, calling `wait_for` while there is no answer.
 
     Raises:
-      GivenUpError: `wait_for` returned False.
-      OSError: There is no answer, or not in time.
+      GivenUpError: If `wait_for` returned False.
+      OSError: If there is no answer, or none in time.
     """
     connection.setblocking(False)
     while (code := connection.connect_ex(address)) in (errno.EINPROGRESS, errno.EALREADY):
@@ -410,14 +410,14 @@ def _wait(connection: socket.socket, events: int, deadline: float, wait_for: Cal
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")
-    poll = select.poll()  # select() takes no descriptor above 1023
+    poll = select.poll()  # select() does not support descriptors above 1023
     poll.register(connection, events)
     if not poll.poll(1e3 * min(left, _SLICE_SECONDS)) and not wait_for():
         raise GivenUpError
 
 
 def close_all(fds: list[int]) -> None:
-    """Closes descriptors that are not wanted."""
+    """Closes all descriptors of a list and empties it."""
     while fds:
         with contextlib.suppress(OSError):
             os.close(fds.pop())

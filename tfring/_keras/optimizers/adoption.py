@@ -1,11 +1,11 @@
-"""Makes optimizers a RingStrategy's: those born in its scope, and those that its models hold.
+"""Makes optimizers part of a RingStrategy: those made in its scope, and those that its models hold.
 
 | optimizer | |
 |---|---|
-| made in the scope | born a ring's |
-| made outside, without slots, held by a model of the strategy | adopted: its variables are made again in the scope |
+| made in the scope | a ring's from the start |
+| made outside, without slots, held by a model of the strategy | adopted: its variables are recreated in the scope |
 | made outside, to update variables made inside | rejected |
-| of one process, for a table of `tfring.layers` | becomes a ring's where it is built, without a strategy |
+| of one process, for a table of `tfring.layers` | becomes a ring's when it is built, without a strategy |
 | any other | stays Keras' own |
 """
 
@@ -28,10 +28,10 @@ SCOPE = "inside `with strategy.scope():`"
 
 
 def adopt_optimizers(model: Any, ring: Ring) -> None:
-    """Makes optimizers that a model holds its strategy's.
+    """Makes the optimizers that a model holds part of its strategy.
 
     Raises:
-      ConfigurationError: An optimizer was built outside the scope.
+      ConfigurationError: If an optimizer was built outside the scope.
     """
     for optimizer in optimizers_of(model):
         if getattr(optimizer, "_distribution_strategy", ring.strategy) is ring.strategy:
@@ -44,7 +44,7 @@ def adopt_optimizers(model: Any, ring: Ring) -> None:
 
 
 def adopt_variables(variables: Sequence[Any], ring: Ring) -> None:
-    """Makes Keras variables again in the scope of a strategy, with the values they have."""
+    """Recreates Keras variables in the scope of a strategy, with their current values."""
     for variable in variables:
         if not is_of(variable, ring):
             value = variable._value.numpy()
@@ -61,7 +61,7 @@ def is_of(variable: Any, ring: Ring) -> bool:
 
 
 def ring_of_variable(variable: Any) -> Any:
-    """Returns the ring in whose scope a variable of Keras or TensorFlow was made; None where there is none."""
+    """Returns the ring in whose scope a variable of Keras or TensorFlow was made; None if there is none."""
     value = getattr(variable, "_value", variable)
     return ring_of(value.distribute_strategy) if isinstance(value, tf.distribute.DistributedValues) else None
 
@@ -70,7 +70,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Returns True for an optimizer of one process that updates a table of `tfring.layers`.
 
     Raises:
-      ConfigurationError: A variable was made in a scope, and the optimizer was not.
+      ConfigurationError: If a variable was made in a scope and the optimizer was not.
     """
     if any(ring_of_variable(v) is not None for v in variables):
         raise _not_of_scope(optimizer, "to be applied to variables made in the scope")
@@ -78,7 +78,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
 
 
 def install() -> None:
-    """Notes which classes stand behind which of Keras' optimizers."""
+    """Registers the classes that extend Keras' optimizers."""
     register(keras.optimizers.Optimizer, RingOptimizer)
     register(keras.optimizers.LossScaleOptimizer, ring_optimizer.RingLossScaleOptimizer)
     register(keras.optimizers.Adam, fused.RingAdam)

@@ -1,12 +1,12 @@
-"""Updates that compute what Keras does, and pass over less memory.
+"""Updates that compute the same as Keras with less memory traffic.
 
-**Adam** is about twelve operations on whole tensors in Keras, of which most make a tensor: large tables spend most of a
-step there. Here it is one, which reads and writes the weight and each slot once, and computes element by element what
-Keras does, in its order: the same bits. The gradient of a table stays the rows that the ring has summed; of the others,
-whose momenta go on, it is zero, which is not written down.
+**Adam** in Keras is about twelve operations on whole tensors, most of which make a new tensor: large tables spend most
+of a step there. Here it is one operation, which reads and writes the weight and each slot once. It computes element by
+element what Keras does, in the same order, so the bits are the same. The gradient of a table stays the rows that the
+ring has summed; for the other rows, whose momenta continue, it is zero and is not stored.
 
-**Adagrad** takes the root of a whole table's accumulator in Keras, also where few rows have a gradient. Rows without
-one stay as they are, so here the others alone are read.
+**Adagrad** in Keras takes the root of a whole table's accumulator, even if few rows have a gradient. Rows without one
+do not change, so here only the others are read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tfring._keras.optimizers.ring_optimizer import RingOptimizer
 from tfring.cross_device_ops import values_of
 from tfring.ring import library
 
-_MOST_THREADS = 4  # it runs on one, Keras' operations on all that TensorFlow has
+_MOST_THREADS = 4  # Adam here runs on one thread, Keras' operations on all of TensorFlow's
 
 
 class RingAdam(keras.optimizers.Adam, RingOptimizer):
     """Adam and AdamW in one native operation."""
 
-    _known_factors: dict | None = None  # in the update under way
+    _known_factors: dict | None = None  # during an update
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         object.__setattr__(self, "_known_factors", {})
@@ -43,7 +43,7 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
 
         weight, momentum, velocity = held
         if not _has_each_id_once(self, gradient):
-            gradient = tf.convert_to_tensor(gradient)  # of rows, too: the momenta of others go on
+            gradient = tf.convert_to_tensor(gradient)  # rows become dense too: the momenta of other rows continue
         gradient = tf.cast(gradient, weight.dtype)
         results = ops.adam(weight, momentum, velocity, gradient, self._factors(learning_rate, weight.dtype))
         for variable, value in zip((momentum, velocity, weight), results, strict=True):
@@ -51,7 +51,7 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
         return None
 
     def _factors(self, learning_rate: Any, dtype: tf.DType) -> tf.Tensor:
-        """Returns `[step size, 1 - beta_1, 1 - beta_2, epsilon]`, computed once an update for all of its weights."""
+        """Returns `[step size, 1 - beta_1, 1 - beta_2, epsilon]`, computed once per update for all its weights."""
         known = {} if self._known_factors is None else self._known_factors
         place = tf.compat.v1.get_default_graph(), dtype, id(learning_rate)
         if place not in known:
@@ -59,13 +59,13 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
             powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
             alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
             rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
-            # With the learning rate, or another of a user's own could have its identity once it is gone.
+            # Keeps the learning rate alive. Otherwise a later one of the user's could have the same id.
             known[place] = learning_rate, tf.stack([alpha, *rest])
         return known[place][1]
 
 
 class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
-    """Adagrad that reads the rows of a sparse gradient alone, where the ring has summed them."""
+    """Adagrad that reads only the rows of a sparse gradient, if the ring has summed them."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         is_sparse = _has_each_id_once(self, gradient)
@@ -88,8 +88,7 @@ def _has_each_id_once(optimizer: Any, gradient: Any) -> bool:
 
 
 def _held_by_worker(optimizer: Any, variable: Any, *slots: str) -> list[tf.Variable] | None:
-    """Returns the variables of TensorFlow behind a weight and its slots; None unless a ring's worker holds one of each.
-    """
+    """Returns TensorFlow's variables of a weight and its slots; None unless a ring's worker holds one of each."""
     if optimizer._ring is None:
         return None
     index = optimizer._get_variable_index(variable)
@@ -100,7 +99,7 @@ def _held_by_worker(optimizer: Any, variable: Any, *slots: str) -> list[tf.Varia
 
 
 def _suits(weight: tf.Variable) -> bool:
-    """Returns whether the native operation takes a weight, and on one thread is faster than Keras on all."""
+    """Returns whether the native operation supports a weight, and is faster on one thread than Keras on all."""
     if not library.OPS.exists() or "GPU" in weight.device or weight.dtype not in (tf.float32, tf.float64):
         return False
     from tfring.ring import ops

@@ -1,4 +1,4 @@
-"""Steps of each worker's own between two synchronizations, and the outer optimizer of `tfring.Delayed`.
+"""Local steps of each worker between two synchronizations, and the outer optimizer of `tfring.Delayed`.
 
 ```
              a window of k steps                         its synchronization
@@ -7,11 +7,11 @@ worker 0     anchor := weights ─► k updates ─► anchor - weights ─┐ (
 worker 1     anchor := weights ─► k updates ─► anchor - weights ─┘                          weights := anchor ◄┘
 ```
 
-The anchor is taken when a window begins, so that weights which a program assigns between two windows count. A worker's
-update is Keras' own, of gradients that are not weighed by rows: those of the whole batch are their mean by rows, and a
-worker without rows has a gradient of zeros.
+The anchor is set when a window begins, so that weights which a program assigns between two windows count. A worker's
+update is Keras' own, with gradients that are not weighed by rows: the gradient of the whole batch is their mean by
+rows, and a worker without rows has a gradient of zeros.
 
-Of a table (a variable whose gradient is sparse) the rows that differ from the anchor are sent, under their ids. With
+For a table (a variable with a sparse gradient), the rows that differ from the anchor are sent with their ids. With
 `tables="diversity"` their mean is scaled by what the workers' differences have in common (row_diversity.py).
 """
 
@@ -38,24 +38,24 @@ from tfring.runtime import Ring
 
 NORM = "difference_norm"  # in the logs of an epoch
 _NOT_WITH = ("use_ema", "gradient_accumulation_steps")
-_WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")  # from which an update computes weights again
+_WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")  # their updates recompute weights from slots
 
 
 class Window:
     """The weights of one optimizer since the last synchronization, on this worker.
 
     Args:
-      ring: The workers, whose scope is entered.
+      ring: The workers. Their scope has been entered.
       variables: The weights.
-      outer: The optimizer of the averaged difference, not built yet.
-      by_diversity: Whether rows of tables are combined by their diversity.
+      outer: The optimizer that applies the averaged difference, not built yet.
+      by_diversity: Whether to combine rows of tables by their diversity.
 
     Attributes:
       anchors: The weights when the window began.
-      num_steps: int64 scalar, the steps since then.
-      rows: float64 `[1]`, the rows trained since then.
-      norms: float64 `[2]`, the sum of the norms of averaged differences, and how many they are.
-      tables: The positions of weights whose gradients are sparse.
+      num_steps: int64 scalar, the number of steps since then.
+      rows: float64 `[1]`, the number of rows trained since then.
+      norms: float64 `[2]`, the sum of the norms of averaged differences, and their number.
+      tables: The positions of weights with sparse gradients.
     """
 
     def __init__(self, ring: Ring, variables: Sequence[Any], outer: Any, by_diversity: bool) -> None:
@@ -69,11 +69,11 @@ class Window:
             self.rows = zeros((1,), "float64", "rows_of_window")
             self.norms = zeros((2,), "float64", "norms")
         for anchor, variable in zip(self.anchors, self.variables, strict=True):
-            anchor._path = variable.path  # after which slots are named
+            anchor._path = variable.path  # slots are named after it
         outer.build(self.anchors)
 
     def begin(self) -> None:
-        """Takes the anchor before the first step."""
+        """Sets the anchor before the first step."""
 
         def take() -> tf.Tensor:
             for anchor, variable in zip(self.anchors, self.variables, strict=True):
@@ -83,7 +83,7 @@ class Window:
         tf.cond(tf.equal(read(self.num_steps), 0), take, lambda: tf.zeros([]))
 
     def difference(self, position: int, share: tf.Tensor) -> Any:
-        """Returns how far a weight has gone from its anchor, times this worker's share of the rows, to be summed."""
+        """Returns the anchor minus a weight, times this worker's share of the rows, to be summed over workers."""
         anchor = read(self.anchors[position])
         difference = anchor - read(self.variables[position])
         if position not in self.tables:
@@ -100,7 +100,7 @@ class Window:
         return tf.IndexedSlices(rows, ids, tf.constant(shape, tf.int64))
 
     def average(self, position: int, total: Any) -> tf.Tensor:
-        """Returns the averaged difference of a weight, of the sum of `difference` over workers."""
+        """Returns the averaged difference of a weight, from the sum of `difference` over workers."""
         if self.by_diversity and position in self.tables:
             anchor = read(self.anchors[position])
             shape = anchor.shape.as_list()
@@ -109,7 +109,7 @@ class Window:
         return tf.convert_to_tensor(total)
 
     def end(self, norm: tf.Tensor) -> None:
-        """Gives the weights the anchor's values, and notes the norm of the averaged difference."""
+        """Assigns the anchor's values to the weights, and notes the norm of the averaged difference."""
         for anchor, variable in zip(self.anchors, self.variables, strict=True):
             assign(variable, read(anchor))
             if variable.constraint is not None:
@@ -162,12 +162,12 @@ class LocalSteps(Updater):
             outer = type(self._asked.outer).from_config(self._asked.outer.get_config())
             self._outers.add(outer)
             window = Window(self.ring, variables, outer, self._asked.tables == "diversity")
-        # Where `optimizers_of` finds it; files, which other processes load, leave such a name out.
+        # `optimizers_of` finds it there. Files, which other processes load, leave out such a name.
         object.__setattr__(optimizer, "__tfring_outer__", outer)
         object.__setattr__(optimizer, "_tfring_window", window)
 
     def _problem_of(self, optimizer: Any, variables: Sequence[Any]) -> str | None:
-        """Returns what an optimizer has that does not go with it; None where it has nothing of it."""
+        """Returns the property of an optimizer that does not go with Delayed; None if it has none."""
         if any(base.__name__ in _WEIGHTS_IN_SLOTS for base in type(optimizer).__mro__):
             return "slots from which weights are computed again"
         if self._asked.local_momentum == "reset" and not isinstance(optimizer, keras.optimizers.SGD):
@@ -196,7 +196,7 @@ class LocalSteps(Updater):
     # -- in a step -------------------------------------------------------------------------------------------------
 
     def _running_step(self, optimizer: Any) -> step.Step:
-        """Returns the step under way, in which the rows of each worker are known."""
+        """Returns the current step, in which the rows of each worker are known."""
         running = step.current()
         if running is None or (self.ring.num_replicas > 1 and running.share is None):
             raise ConfigurationError(
@@ -238,7 +238,7 @@ class LocalSteps(Updater):
     def _synchronize(self, optimizer: Any) -> None:
         """Ends the window of an optimizer on all workers, in a graph or eagerly."""
         window, outer = optimizer._tfring_window, optimizer.__tfring_outer__
-        # On the channel on which other ranks tell their status, if this one alone should come here.
+        # On the channel on which other ranks report their status, in case only this rank gets here.
         [total] = self.ring.control_ops.sum_over_workers([read(window.rows)], name="rows of a window")
         share = tf.math.divide_no_nan(read(window.rows), total)[0]
         differences = [window.difference(i, share) for i in range(len(window.variables))]
@@ -259,7 +259,7 @@ class LocalSteps(Updater):
             outer.apply(averages, window.anchors)
         window.end(tf.sqrt(tf.add_n(squares)))
 
-    # -- where weights are read ------------------------------------------------------------------------------------
+    # -- before weights are read -----------------------------------------------------------------------------------
 
     def before_evaluation(self, model: Any) -> None:
         for optimizer in optimizers_of(model):
@@ -279,7 +279,7 @@ class LocalSteps(Updater):
             self.before_evaluation(loop.model)
 
     def callbacks(self, callbacks: list) -> list:
-        """Returns the callbacks of `fit`, before them one that adds the norm of averaged differences to the logs."""
+        """Returns the callbacks of `fit`, after one that adds the norm of averaged differences to the logs."""
         return [_NormLogs(), *callbacks]
 
 
@@ -295,7 +295,7 @@ class _NormLogs(keras.callbacks.Callback):
             logs[NORM] = total / count
 
     def _read(self) -> tuple[float, float]:
-        """Returns the sum of the norms since this was called last, and how many they are."""
+        """Returns the sum of the norms since the last call, and their number."""
         total = count = 0.0
         for optimizer in optimizers_of(self.model):
             window = getattr(optimizer, "_tfring_window", None)
@@ -307,17 +307,17 @@ class _NormLogs(keras.callbacks.Callback):
 
 
 def norms_of(model: Any) -> list[keras.Variable]:
-    """Returns the norms of averaged differences that the logs of the present epoch will have, of all optimizers."""
+    """Returns the norms of averaged differences for the logs of the current epoch, of all optimizers."""
     windows = [getattr(optimizer, "_tfring_window", None) for optimizer in optimizers_of(model)]
     return [window.norms for window in windows if isinstance(window, Window)]
 
 
 def _slots_of(optimizer: Any) -> list[Any]:
-    """Returns the float variables of an optimizer but the learning rate."""
+    """Returns the float variables of an optimizer except the learning rate."""
     rate = getattr(optimizer, "_learning_rate", None)
     return [v for v in optimizer.variables if v is not rate and read(v).dtype.is_floating]
 
 
 def zeros(shape: Any, dtype: Any, name: str) -> Any:
-    """Returns a variable of this worker's own, in `variables_of_worker`."""
+    """Returns a variable of zeros of this worker alone, within `variables_of_worker`."""
     return keras.Variable("zeros", shape=shape, dtype=dtype, trainable=False, name=name)

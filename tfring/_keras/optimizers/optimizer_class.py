@@ -1,14 +1,14 @@
-"""Puts a class of our own behind an optimizer's class, while `__class__` and files name Keras' own.
+"""Extends an optimizer's class with a class of tfring, while `__class__` and files name Keras' own.
 
 ```
 AdamW of Keras   AdamW ─► Adam ─► Optimizer ─► TFOptimizer ─► BaseOptimizer
 of a ring        AdamW ─► RingAdam ─► Adam ─► RingOptimizer ─► Optimizer ─► TFOptimizer ─► BaseOptimizer
-a user's of it   ReducedForOverrides ─► Mine ─► AdamW ─► RingAdam ─► Adam ─► RingOptimizer ─► ...
+a user's class   ReducedForOverrides ─► Mine ─► AdamW ─► RingAdam ─► Adam ─► RingOptimizer ─► ...
 ```
 
-So a user's methods come first and `super()` in them finds the ring's, which come before those of every optimizer of
-Keras. The class is made once and has the name of the one it is made of; the property `__class__` returns that one, by
-which Keras writes files, pickles and copies. Python's `type` returns the class made here.
+So a user's methods come first, and `super()` in them finds the ring's, which come before those that all Keras
+optimizers share. The class is made once and has the name of the class that it extends. The property `__class__` returns
+that class, which Keras uses to write files, pickle and copy. Python's `type` returns the class made here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_kinds: dict[type, type[Any]] = {}  # ring's classes, by those of Keras that they extend
-_made: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()  # by the class each is made of
+_kinds: dict[type, type[Any]] = {}  # ring's classes, by the Keras classes that they extend
+_made: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()  # by the class that each extends
 _assign_class = object.__dict__["__class__"].__set__
 
 _OVERRIDABLE = ("apply", "apply_gradients")
 
 
 def register(keras_class: type, cls: type) -> None:
-    """Notes the class behind optimizers of a class of Keras and of its subclasses, which extends it."""
+    """Registers the class that extends a Keras class, for its optimizers and those of its subclasses."""
     _kinds[keras_class] = cls
 
 
 def ring_class(cls: type[Any]) -> type:
-    """Returns the class of a ring's optimizers for a class of Keras or of a user's."""
+    """Returns the class of a ring's optimizers for a class of Keras or of a user."""
     made = _made.get(cls)
     if made is None:
         base = max((base for base in _kinds if issubclass(cls, base)), key=lambda base: len(base.__mro__))

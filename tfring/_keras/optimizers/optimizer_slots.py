@@ -1,4 +1,4 @@
-"""Slots of an optimizer of a RingStrategy: made for shards and tables, given full values, written to files in full."""
+"""Slots of a RingStrategy's optimizer: made for shards and tables, assigned full values, written to files in full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfring._keras.sharding import mark, mark_of, shard_of, sharding_of, slots, 
 from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
 from tfring.runtime import ring_of
 
-_ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are full
+_ACCUMULATOR = "gradient_accumulator"  # holds each worker's own gradients, which are full
 
 
 class OptimizerSlots(keras.optimizers.Optimizer):
@@ -21,7 +21,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
 
     _delegates = False  # to other optimizers, which have the slots
     _tfring_shards: Shards | None = None
-    _tfring_window: Any = None  # since the last synchronization, of `local_steps.py`
+    _tfring_window: Any = None  # the window since the last synchronization (`local_steps.py`)
 
     @property
     def _ring(self) -> Any:
@@ -54,7 +54,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
             self._ring.updater.on_build(self, variables)
 
     def _check_tables(self, variables: Sequence[Any]) -> None:
-        """Raises ConfigurationError where this optimizer would update tables wrongly."""
+        """Raises ConfigurationError if this optimizer would update tables wrongly."""
         every = [v for v in variables if tables.update_of(v) is not None]
         by_rows = [v for v in every if tables.update_of(v) == "rows"]
         if by_rows or any(sharding_of(v) is not None for v in every):
@@ -77,7 +77,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         marked = mark_of(reference)
         ring = None if marked.sharding is None else ring_of(reference.value.distribute_strategy)
         with contextlib.ExitStack() as scopes:
-            if self._ring is not None and not tf.distribute.has_strategy():  # a callback has it built
+            if self._ring is not None and not tf.distribute.has_strategy():  # a callback builds it
                 scopes.enter_context(self._ring.scope())
             if ring is not None:
                 scopes.enter_context(ring.variables_of_worker())
@@ -91,7 +91,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
     # -- full values given to slots --------------------------------------------------------------------------------
 
     def assign(self, variable: Any, value: Any) -> None:
-        super().assign(variable, shard_of(variable, value))  # of a slot that begins as its weight
+        super().assign(variable, shard_of(variable, value))  # a slot may begin as its weight
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         if self._tfring_shards is not None:
@@ -113,7 +113,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         super().load_own_variables(stores.InBlocks(store) if is_sharded else store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        if save_type == "checkpoint":  # else with a model, whose weights may be full
+        if save_type == "checkpoint":  # otherwise with a model, whose weights may be full
             sharded = [*filter(sharding_of, self.variables)]
             if sharded or shards_of(self) is not None:
                 raise slots.refusal_to_write("slot", sharded, self, save_type)

@@ -15,10 +15,11 @@ from tfring.setting import setting
 
 
 class ReducedForOverrides:
-    """Gives a user's own `apply` and `apply_gradients` gradients of the whole batch, as one process has them.
+    """Passes gradients of the whole batch to a user's own `apply` and `apply_gradients`, as in one process.
 
-    It comes before the user's class. What becomes of the gradients there is weighed and summed by `RingOptimizer` like
-    any others: weights that add up to one leave alone what is equal on all replicas, and gradients are sent twice.
+    It comes before the user's class. `RingOptimizer` weighs and sums the gradients that the user's methods pass on like
+    any others: the weights add up to one, so values that are equal on all replicas stay the same. Gradients are
+    therefore sent twice.
     """
 
     _overrides: frozenset[str] = frozenset()  # of "apply" and "apply_gradients"
@@ -44,7 +45,7 @@ class ReducedForOverrides:
             return own.apply_gradients(pairs, *args, **kwargs)
 
     def _is_outermost(self: Any) -> bool:
-        """Returns whether gradients come from a replica of a step, and no method of this optimizer's has had them."""
+        """Returns whether gradients come from a replica of a step, and no method of this optimizer has had them yet."""
         running = step.weighing()
         if self._ring is None or running is None or tf.distribute.get_replica_context() is None:
             return False
@@ -56,7 +57,10 @@ class ReducedForOverrides:
         return setting(step.weighing(), "applying", self)
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the whole batch, in each replica; those of shards are, and values are none."""
+        """Returns the gradients of the whole batch, in each replica, except for shards and values.
+
+        Gradients of shards are already those of the whole batch, and values are not gradients.
+        """
         grads = list(grads)
         chosen = [i for i, v in enumerate(variables) if not gradient_is_complete(v) and not is_value(v)]
         reduced = self._ring.strategy.all_reduce_gradients([grads[i] for i in chosen])

@@ -1,4 +1,4 @@
-"""The way of a gradient through an optimizer of a RingStrategy, from top to bottom.
+"""The path of a gradient through an optimizer of a RingStrategy, from top to bottom.
 
 ```
                     Keras                                   RingOptimizer
@@ -9,19 +9,19 @@ _apply_weight_decay,
 _backend_update_…   all_reduce ─► update                    update: weights, shards, rows of tables ─► gather
 ```
 
-A LossScaleOptimizer reduces before it checks whether gradients are finite, and hands reduced ones on.
+A LossScaleOptimizer reduces before it checks whether gradients are finite, and passes on the reduced ones.
 
 The methods of `RingOptimizer` come after those of an optimizer's class and of a user's subclass, and before those of
 `keras.optimizers.Optimizer` (`optimizer_class.py`). So `super()` in a user's method finds them.
 
-A gradient is weighed by its replica's share of the rows where the optimizer takes it, so that their sum is the gradient
-of the whole batch, whatever loss it comes from. In a loop of the user's own, where no rows are counted, gradients are
-summed as `tf.distribute` has it. Clipping on local gradients is horovod #1346; the finite check of LossScaleOptimizer
-on local gradients sends ranks down different branches. All of `apply` runs in the cross-replica context: there it
-may contain `cond` (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
+The optimizer weighs each gradient by its replica's share of the rows, so that the sum is the gradient of the whole
+batch for any loss. A user's own loop counts no rows, so there gradients are summed as in `tf.distribute`. Clipping of
+local gradients is horovod #1346; the finite check of LossScaleOptimizer on local gradients sends ranks down different
+branches. All of `apply` runs in the cross-replica context: there it may contain `cond` (gradient accumulation, loss
+scaling), which a replica may not mix with `merge_call`.
 
-The gradient of a shard, where ranks along the data axis have different ones, is that of the whole batch already: what
-made it has weighed it and summed it (`layers/lookup.py`, `layers/data_parallel_matmul.py`).
+If ranks along the data axis have different shards, the gradient of a shard is already that of the whole batch: the code
+that computed it has weighed and summed it (`layers/lookup.py`, `layers/data_parallel_matmul.py`).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from tfring.step import clipping, finite
 
 @dataclasses.dataclass
 class Update:
-    """One `apply` of an optimizer under way, in the cross-replica context.
+    """The state of one running `apply` of an optimizer, in the cross-replica context.
 
     Attributes:
-      active: bool scalar, whether this worker contributes; None where it does.
-      is_weighed: Whether gradients are zeros where it does not.
+      active: bool scalar, whether this worker contributes; None if it does.
+      is_weighed: Whether gradients are zeros if this worker does not contribute.
       is_reduced: Whether gradients are those of all workers.
-      is_sharded: Whether gradients are of the shards of weights.
-      differs_by_rank: Whether ranks hold different gradients once they are reduced.
+      is_sharded: Whether gradients are those of the shards of weights.
+      differs_by_rank: Whether ranks hold different gradients after the reduction.
       has_each_id_once: Whether IndexedSlices hold no id twice: the ring has summed them.
-      variables: Of the gradients, once Keras has sorted out those without.
+      variables: The variables of the gradients, after Keras has removed those without a gradient.
     """
 
     active: tf.Tensor | None = None
@@ -72,13 +72,13 @@ class Update:
 
 
 class RingOptimizer(OptimizerSlots):
-    """An optimizer of a RingStrategy, or one of a process alone that updates tables."""
+    """An optimizer of a RingStrategy, or of a single process that updates tables."""
 
     in_front_of_overrides = ReducedForOverrides
     _current_update: Update | None = None
 
     def _take_along(self) -> None:
-        """Has optimizers that this one hands gradients to join its ring."""
+        """Makes the optimizers to which this one passes gradients join its ring."""
         for inner in optimizers_of(self) if self._ring is not None else ():
             if not isinstance(inner, RingOptimizer):
                 inner._distribution_strategy = self._distribution_strategy
@@ -98,8 +98,8 @@ class RingOptimizer(OptimizerSlots):
         """Runs Keras' `apply` in the cross-replica context, with weighed gradients.
 
         Raises:
-          ConfigurationError: Outside of a replica, where no collective would aggregate the workers' gradients, and for
-            gradients that `all_reduce_gradients` has summed in a loop of the user's own.
+          ConfigurationError: If it is called outside of a replica, where no collective would aggregate the workers'
+            gradients, or with gradients that `all_reduce_gradients` has summed in a user's own loop.
         """
         ring = self._ring
         variables = None if variables is None else list(variables)
@@ -112,14 +112,14 @@ class RingOptimizer(OptimizerSlots):
         if not self.built and variables:
             ring.cross_replica(lambda: _build(self, variables))
         every = list(variables or self._trainable_variables)
-        if len(every) != len(grads):  # Keras says what is missing
+        if len(every) != len(grads):  # Keras reports what is missing
             return apply(grads, variables)
         running = step.current() or step.Step()
         if any(map(step.is_sum, grads)):
             raise _summed_before(self)
         is_complete = [*map(gradient_is_complete, every)]
         triples = zip(grads, every, is_complete, strict=True)
-        updater = ring.updater  # which stands between this optimizer and the weights
+        updater = ring.updater  # between this optimizer and the weights
         weigh = running.weigh if updater is None or updater.weighs else lambda gradient: gradient
         weighed = [g if done or is_value(v) else weigh(_expected(running, g, v)) for g, v, done in triples]
 
@@ -144,13 +144,13 @@ class RingOptimizer(OptimizerSlots):
     def _sum_on_worker(
         self, grads: Sequence[Any], is_complete: Sequence[bool], active: Any
     ) -> tuple[list[Any], tf.Tensor | None]:
-        """Returns the sums over this worker's replicas, and whether the worker contributes; None where it does.
+        """Returns the sums over this worker's replicas, and whether the worker contributes; None if it does.
 
-        A worker without rows of the batch has shards whose gradients are of the rows of others.
+        The shards of a worker without rows of the batch have gradients from the rows of others.
         """
         ops = self._ring.gradient_ops
         flags = None if active is None else values_of(active)
-        # One replica without rows is left to the ring, which then adds zeros for free. Not so where gradients are
+        # A single replica without rows is left to the ring, which then adds zeros for free, unless gradients are
         # accumulated: those of earlier steps count.
         active = None
         if flags is not None and len(flags) == 1 and not self.gradient_accumulation_steps:
@@ -160,7 +160,7 @@ class RingOptimizer(OptimizerSlots):
 
     @contextlib.contextmanager
     def _updating(self, update: Update) -> Iterator[None]:
-        """Notes the update under way in this optimizer and in those that it hands gradients to."""
+        """Notes the running update in this optimizer and in those to which it passes gradients."""
         involved = [o for o in (self, *optimizers_of(self)) if isinstance(o, RingOptimizer)]
         before = [optimizer._current_update for optimizer in involved]
         try:
@@ -174,7 +174,7 @@ class RingOptimizer(OptimizerSlots):
     # -- 2. accumulate ---------------------------------------------------------------------------------------------
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        """Adds gradients to accumulators, or goes on with their sum where an update is due: Keras' own."""
+        """Adds gradients to accumulators, or continues with their sum if an update is due, as Keras does."""
         if self._current_update is None and any(map(sharding_of, trainable_variables)):
             raise _outside(self)
         pairs = zip(grads, trainable_variables, strict=True)
@@ -210,7 +210,7 @@ class RingOptimizer(OptimizerSlots):
             pairs = zip(held, variables, grads, strict=True)
             grads = [g if shard is v else shard_of(shard, g) for shard, v, g in pairs]
         shardings = [*map(sharding_of, held)]
-        if any(shardings) or any(map(tables.update_of, variables)):  # which Keras would make dense
+        if any(shardings) or any(map(tables.update_of, variables)):  # Keras would make them dense
             return clipping.clip(self, self._ring, grads, shardings, super()._clip_gradients)
         return super()._clip_gradients(grads)
 
@@ -218,9 +218,9 @@ class RingOptimizer(OptimizerSlots):
         """Returns the gradients of all workers: the one place where an optimizer aggregates over the ring.
 
         Args:
-          grads: Of this worker, None where there is none.
+          grads: The gradients of this worker, None for a weight without one.
           variables: The weights.
-          shards: Whose gradients are returned in place of those of weights that are sharded; None for full ones.
+          shards: The shards whose gradients replace those of weights that are sharded. None: all are full gradients.
         """
         update, ring = self._current_update, self._ring
         assert update is not None
@@ -238,7 +238,7 @@ class RingOptimizer(OptimizerSlots):
             for i, gradient in zip(positions, reduced, strict=True):
                 results[i] = gradient
 
-        alone = ring.gradients.world_size == 1  # and the ids of tables are there once
+        alone = ring.gradients.world_size == 1  # and each id of a table occurs once
         chosen = [
             i
             for i, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
@@ -257,19 +257,19 @@ class RingOptimizer(OptimizerSlots):
     # -- 5. update, 6. gather --------------------------------------------------------------------------------------
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        variables = [v for v in variables if tables.update_of(v) != "rows"]  # whose rows decay as they are updated
+        variables = [v for v in variables if tables.update_of(v) != "rows"]  # their rows decay when they are updated
         shards = self._tfring_shards
         super()._apply_weight_decay(variables if shards is None else shards.filled(variables))
 
     def _use_weight_decay(self, variable: Any) -> bool:
         shards = self._tfring_shards
         weight = None if shards is None else shards.weights.get(self._var_key(variable))
-        return super()._use_weight_decay(variable if weight is None else weight)  # whose name may be excluded
+        return super()._use_weight_decay(variable if weight is None else weight)  # its name may be excluded
 
     def _backend_update_step(
         self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
     ) -> None:
-        """Updates shards, then gathers the weights; updates other weights, and rows of tables, where they are."""
+        """Updates shards, then gathers the weights; updates other weights, and rows of tables, in place."""
         pairs = list(zip(grads, trainable_variables, strict=True))
         others = [(g, v) for g, v in pairs if tables.update_of(v) != "rows"]
         if others:
@@ -319,7 +319,7 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
         self._enter(grads, trainable_variables, super().apply)
 
     def _note_finite(self, grads: Sequence[Any], variables: Sequence[Any], active: Any) -> None:
-        """Notes nothing: gradients are infinite on purpose, and such steps are passed over."""
+        """Notes nothing: gradients are infinite on purpose, and such steps are skipped."""
 
     def _tf_apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         ring, inner = self._ring, self.inner_optimizer
@@ -346,7 +346,7 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
 if hasattr(keras.optimizers, "MultiOptimizer"):
 
     class RingMultiOptimizer(keras.optimizers.MultiOptimizer, RingOptimizer):
-        """Hands each optimizer its gradients, which goes its own way with them."""
+        """Passes each optimizer its gradients; each then processes them by itself."""
 
         _delegates = True
 
@@ -356,13 +356,13 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 
 def _build(optimizer: RingOptimizer, variables: Sequence[Any]) -> None:
-    with tf.init_scope():  # once, also if what it assigns would be a part of the step
+    with tf.init_scope():  # once, even if its assignments would be part of the step
         optimizer.build(variables)
 
 
 def _expected(running: step.Step, gradient: Any, variable: Any) -> Any:
-    """Returns a gradient that is weighed by its replica's rows, so it has to be that of a mean."""
-    # That of a shard comes from tfring's own backward pass, of gradients that it has expected to be those of a mean.
+    """Returns a gradient, which has to be that of a mean because it is weighed by its replica's rows."""
+    # A shard's comes from tfring's own backward pass, from gradients that it has expected to be those of a mean.
     if running.share is not None and gradient is not None and sharding_of(variable) is None:
         return partition.expect_gradient(gradient, f"the gradient of {_names([variable])[0]}")
     return gradient

@@ -1,18 +1,18 @@
 """Combines workers' differences of a table's rows by their diversity: `tfring.Delayed(tables="diversity")`.
 
-A row's differences `d_i` of workers with shares `s_i` of the rows trained (their sum is 1) become
+The differences `d_i` of a row, from workers with shares `s_i` of the rows trained (their sum is 1), become
 
 ```
 mean = sum_i s_i d_i
 row  = mean * sum_i s_i |d_i|^2 / max(|mean|^2, sum_i s_i^2 |d_i|^2)
 ```
 
-The factor is 1 where all workers moved the row alike, and 1 / s_i where worker i alone moved it: then the row is d_i.
-Where differences are orthogonal the second term of the maximum equals the first, and for equal shares the row is their
-sum; that term bounds the factor where differences oppose each other. For equal shares the factor is N times the
+The factor is 1 if all workers moved the row alike, and 1 / s_i if only worker i moved it: then the row is d_i.
+If the differences are orthogonal, the second term of the maximum equals the first, and for equal shares the row is
+their sum. This term bounds the factor if differences oppose each other. For equal shares the factor is N times the
 gradient diversity of Yin et al. (https://arxiv.org/abs/1706.05699), at most N.
 
-Both sums of squares are two more columns of the rows, so that one exchange carries all.
+Both sums of squares are sent as two additional columns of the rows, so that one exchange is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMNS = 2
 
 
 def with_squares(rows: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """Returns a worker's differences times its share, flat, and their squares in two more columns; add them up.
+    """Returns a worker's differences times its share, flat, with two columns of squares, to be summed over workers.
 
     16-bit floats become float32, which holds the squares of small differences.
 
@@ -40,7 +40,7 @@ def with_squares(rows: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
 
 
 def combined(sums: tf.Tensor, row_shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Returns the rows, of the sums over workers of `with_squares`.
+    """Returns the combined rows, from the sums of `with_squares` over workers.
 
     >>> half = tf.constant(0.5, tf.float64)
     >>> rows = [tf.constant([[3.0, 4.0], [1.0, 0.0]]), tf.constant([[0.0, 0.0], [1.0, 0.0]])]

@@ -6,8 +6,8 @@ backward   gradients, weighed by rows ─► (2) push to the servers that hold e
 after      the loop over batches ─► (4) pull all, so that evaluation, callbacks and files see full weights
 ```
 
-A worker keeps full weights: (3) renews those that travel in full, (1) a large table's rows before they are read. Its
-optimizer's slots are renewed when a file is written: they live on the servers.
+A worker keeps full weights: (3) renews those that are sent in full, (1) a large table's rows before they are read. The
+slots of its optimizer live on the servers, and are renewed when a file is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tfring.servers.client import Client
 from tfring.servers.shard_plan import SPLIT_BYTES, Span, plan
 
 _Policy = tf.data.experimental.AutoShardPolicy
-ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
+ROWS_BYTES = 1 << 16  # a table of at least this size is pulled by rows
 _WRITES = re.compile("Assign|ResourceScatter|VariableShape")  # operations on a variable that do not read its value
 
 
@@ -50,39 +50,39 @@ class ServerUpdater(Updater):
 
     Args:
       client: The connections with the servers.
-      is_star: Whether workers exchange nothing with each other, and each goes on by itself.
+      is_star: Whether workers exchange nothing with each other, and each proceeds by itself.
     """
 
     def __init__(self, client: Client, is_star: bool) -> None:
         self.client = client
         self.is_star = is_star
         self.statistics = Statistics()
-        self.failure: BaseException | None = None  # why the last request failed, for TensorFlow keeps the text alone
-        self._drawn: tuple[int, list[int]] = 0, []  # digests of batches not compared yet, from a number on
-        self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained; "" to pass over it
+        self.failure: BaseException | None = None  # why the last request failed: TensorFlow keeps only the text
+        self._drawn: tuple[int, list[int]] = 0, []  # number of the first batch not compared yet; digests from it on
+        self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained; "" to skip it
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
-        self._placed: dict[int, _Placed] = {}  # by the identity of a variable, of whichever optimizers
-        self._seen: dict[int, str] = {}  # by the same: digests of those whose values here are those of the servers
-        # Of each graph, by the identity of a variable: the names of operations that read pulled rows.
+        self._placed: dict[int, _Placed] = {}  # by the identity of a variable, of any optimizer
+        self._seen: dict[int, str] = {}  # by the same: digests of those whose values here equal those on the servers
+        # For each graph, by the identity of a variable: the names of operations that read pulled rows.
         self._lookups: weakref.WeakKeyDictionary[Any, dict[int, set[str]]] = weakref.WeakKeyDictionary()
         self._assigned: dict[int, Any] = {}  # TensorFlow's variables that the program has assigned outside of a step
         self._loops = 0  # the number of the next meeting, or epoch of claims
-        self._position = {"fit": 0, "epoch": 0, "pass": -1}  # calls of `fit`; Keras' epoch, and which it is of the call
-        self._is_behind = client.is_back  # until it has taken what the servers hold into its first step
+        self._position = {"fit": 0, "epoch": 0, "pass": -1}  # calls of `fit`; Keras' epoch, and its number in the call
+        self._is_behind = client.is_back  # until it has pulled the servers' values for its first step
         self._lock = threading.RLock()
 
-    # -- an update, called where a step is traced --------------------------------------------------------------------
+    # -- an update, called when a step is traced ---------------------------------------------------------------------
 
     def bytes_sent(self) -> int:
         return self.client.bytes_sent()
 
-    def seconds_waited(self) -> None:  # `fit` logs what is waited for servers
+    def seconds_waited(self) -> None:  # `fit` logs the time waited for servers
         return None
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
     ) -> None:
-        """Pushes gradients and assigns what comes back; in a graph or eagerly, in the cross-replica context."""
+        """Pushes gradients and assigns the reply, in a graph or eagerly, in the cross-replica context."""
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
         inputs = [tf.cast(self._num_rows(), tf.float64), _learning_rate(optimizer)]
@@ -102,11 +102,11 @@ class ServerUpdater(Updater):
         for variable, value in zip(pulled, values, strict=True):
             value.set_shape(variable.shape)
             assign(variable, value)
-        counter = optimizer._iterations  # of gradients; `iterations` counts updates, where gradients accumulate
+        counter = optimizer._iterations  # counts gradients; `iterations` counts updates if gradients accumulate
         assign(counter, tf.cast(iterations, str(counter.dtype)))
 
     def _noting_failures(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that keeps its exception."""
+        """Returns the function, changed to note its exception in `failure`."""
 
         def noting(*arguments: Any) -> Any:
             try:
@@ -118,7 +118,7 @@ class ServerUpdater(Updater):
         return noting
 
     def _num_rows(self) -> Any:
-        """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or they are unknown."""
+        """Returns the weight of this worker's gradient, its number of rows; below 0 if weighed already or unknown."""
         rows = getattr(step.current(), "num_rows", None)
         return -1 if rows is None or not self.is_star else rows
 
@@ -144,10 +144,10 @@ class ServerUpdater(Updater):
     def reads_more(self) -> bool:
         """Returns True if the step that is being traced reads more of a table, after its update, than a batch's rows.
 
-        It is to be traced again: from now on such a table is pulled in full.
+        The step has to be traced again: from now on such a table is pulled in full.
 
         Raises:
-          ConfigurationError: If another step has run that reads rows of a batch alone.
+          ConfigurationError: If another step has run that reads only the rows of a batch.
         """
         found = False
         for key, group in [*self._groups.items()]:
@@ -169,12 +169,12 @@ class ServerUpdater(Updater):
         return id(variable.value) in self._assigned
 
     def place(self, optimizer: Any, variables: Sequence[Any]) -> list[_Placed]:
-        """Returns where servers hold variables: those that another optimizer updates stay where they are.
+        """Returns the places of variables on the servers. Those that another optimizer updates stay where they are.
 
         Raises:
-          ConfigurationError: For one that is in shards, where this optimizer computes with whole weights.
+          ConfigurationError: If a variable is in shards and this optimizer computes with full weights.
         """
-        # What computes with whole weights gets them whole; so does a constraint.
+        # Optimizers and constraints that compute with full weights get full weights.
         can_split = {id(v): is_element_wise(optimizer) and v.constraint is None for v in variables}
         new = [v for v in variables if id(v) not in self._placed]
         sizes = [tf.as_dtype(str(v.dtype)).size for v in new]
@@ -195,7 +195,7 @@ class ServerUpdater(Updater):
         return placed
 
     def held_by_none(self, variables: Sequence[Any]) -> list[int]:
-        """Returns the numbers of those variables that servers do not hold yet."""
+        """Returns the numbers of the variables that servers do not hold yet."""
         held_by = {id(v) for group in self._groups.values() if group.is_created for v in group.variables}
         return [n for n, variable in enumerate(variables) if id(variable) not in held_by]
 
@@ -217,7 +217,7 @@ class ServerUpdater(Updater):
             of_graph.setdefault(id(variable), set()).update(set(_operations_on(variable)) - before)
 
     def _is_read_by_rows(self, variable: Any) -> bool:
-        """Returns whether a table is read by lookups alone that pull its rows, in the graph of the step."""
+        """Returns whether, in the graph of the step, a table is read only by lookups that pull its rows."""
         return bool(_reads_of(variable)) and not self._is_read_beyond_rows(variable)
 
     def _is_read_beyond_rows(self, variable: Any) -> bool:
@@ -254,7 +254,7 @@ class ServerUpdater(Updater):
 
         Args:
           epoch_iterator: The RingEpochIterator.
-          loop: Its Loop; None where nothing is trained or evaluated.
+          loop: Its Loop; None if nothing is trained or evaluated.
           inside: The context manager of the pass itself.
         """
         is_training = loop is not None and loop.kind == "train"
@@ -267,7 +267,7 @@ class ServerUpdater(Updater):
                     "of the data: each batch is trained once an epoch, on any worker. Leave it out, and use "
                     "`dataset.take`."
                 )
-            epoch_iterator._num_batches = None  # how many this worker takes is known at the end
+            epoch_iterator._num_batches = None  # this worker's number of batches is known at the end
             epoch_iterator._interrupted_warning = lambda: None
         with self._naming_failures(), inside:
             yield
@@ -276,7 +276,7 @@ class ServerUpdater(Updater):
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """Raises what a request failed by in place of TensorFlow's error."""
+        """Raises the exception of a failed request in place of TensorFlow's error."""
         self.failure = None
         try:
             yield
@@ -313,10 +313,10 @@ class ServerUpdater(Updater):
         self._loops += 1
         return self._loops - 1
 
-    # -- a process in the place of one that was lost -----------------------------------------------------------------
+    # -- a process that replaces one that was lost -------------------------------------------------------------------
 
     def _begin_fit(self, model: Any) -> None:
-        """Counts a call of `fit`. A process that comes back goes on in the epoch under way, and is waited for."""
+        """Counts a call of `fit`. A restarted process resumes in the current epoch, and is waited for."""
         with self._lock:
             self._position = {"fit": self._position["fit"] + 1, "epoch": 0, "pass": -1}
             if not self.client.is_back:
@@ -342,11 +342,11 @@ class ServerUpdater(Updater):
 
     def _begin_epoch(self, model: Any, epoch: int) -> None:
         if model._initial_epoch == epoch and self._is_behind:
-            model._initial_epoch = None  # of this call of `fit`
+            model._initial_epoch = None  # it was for this call of `fit`
         self._position.update({"epoch": epoch, "pass": self._position["pass"] + 1})
 
     def before_first_step(self, is_traced: bool) -> None:
-        """Takes what the servers hold into the first step of a process that comes back."""
+        """Pulls the servers' values for the first step of a restarted process."""
         if not self._is_behind:
             return
         if not is_traced:
@@ -362,27 +362,27 @@ class ServerUpdater(Updater):
             self._is_behind = False
 
     def _end_training(self, model: Any) -> None:
-        """Brings back what the servers hold, before callbacks see the end of the loop."""
+        """Pulls the servers' values, before callbacks see the end of the loop."""
         with self._lock:
             epoch, self._claims = self._claims, None
             self.client.known["is_training"] = False
             if self.is_star:
                 for group in self._groups.values():
-                    group.create()  # of a worker without a batch; where it is worker 0, others wait for its values
+                    group.create()  # for a worker without a batch; if it is worker 0, others wait for its values
                     group.send_assigned()
                 head, digests = self._taken_drawn(epoch)
                 others = self.client.num_servers - 1
                 self.client.ask_all("end", [head, *[{}] * others], [digests, *[()] * others])
                 self._aggregate(model)
-                self._seen.clear()  # others may have pushed where this worker has not
+                self._seen.clear()  # others may have pushed even if this worker has not
             self.renew()
 
     def _aggregate(self, model: Any) -> None:
-        """Metrics of all workers' rows, the mean of moving statistics by rows, and the statistics of all."""
+        """Aggregates metrics of all workers' rows, the mean of moving statistics by rows, and all statistics."""
         metrics, moving = _state_of(model)
         rows = self.statistics.rows
         arrays = [np.array([rows, float(model.stop_training)]), self.statistics.array]
-        # In float64: rows times a float16 is infinite soon.
+        # In float64: rows times a float16 soon becomes infinite.
         arrays += [*map(_read_wide, metrics), *(_read_wide(v) * rows for v in moving)]
         sums = self.meet("end", arrays)
         self.statistics.array = sums[1]
@@ -392,17 +392,17 @@ class ServerUpdater(Updater):
         self._take_moving(model, sums)
 
     def _take_moving(self, model: Any, sums: list[np.ndarray]) -> None:
-        """Takes moving statistics from what the meeting at the end of an epoch returns: their mean by rows."""
+        """Assigns moving statistics, their mean by rows, from the result of the meeting at the end of an epoch."""
         metrics, moving = _state_of(model)
         rows = sums[0][0]
         for variable, value in zip(moving, sums[2 + len(metrics) :] if rows else (), strict=False):
             assign(variable, (value / rows).astype(str(variable.dtype)))
 
     def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the batches that this worker trains on: those it gets from server 0, each worker others."""
+        """Returns the batches that this worker trains on. Server 0 assigns different ones to each worker."""
         if not self.is_star:
             return dataset
-        wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
+        wanted: dict[str, int] = {}  # the batch that this worker has claimed but not reached, by epoch
         has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
         if not has_own_rows and _tf.leaves_order_open(dataset):
             raise ConfigurationError(
@@ -436,7 +436,7 @@ class ServerUpdater(Updater):
             return mine
 
         options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False  # a batch is claimed when it is asked for
+        options.experimental_optimization.inject_prefetch = False  # a batch is claimed when it is requested
         options.deterministic = True
         spec = dataset.element_spec
         mine = dataset.enumerate().filter(keep)
@@ -451,18 +451,18 @@ class ServerUpdater(Updater):
             return batch
 
     def _taken_drawn(self, epoch: str | None) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """Returns what server 0 compares over workers: the batches of an epoch that were drawn since the last time."""
+        """Returns the digests of an epoch's batches drawn since the last call, which server 0 compares over workers."""
         first, digests = self._drawn
         self._drawn = first + len(digests), []
         return {"epoch": epoch, "first": first}, [np.array(digests, np.int64)]
 
     def callbacks(self, callbacks: list) -> list:
-        """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
+        """Returns the callbacks of `fit`, after one that adds staleness and waiting to the logs of an epoch.
 
-        Behind them is one that stops training on all workers where one of any has.
+        They are followed by one that stops training on all workers if a callback of any worker has stopped it.
 
         Raises:
-          ConfigurationError: For those that restart all workers alike, which each goes on by itself.
+          ConfigurationError: If a callback restarts all workers at one step: here each proceeds by itself.
         """
         import keras
 
@@ -489,14 +489,14 @@ class ServerUpdater(Updater):
 
         class StopTogether(keras.callbacks.Callback):
             def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-                # A worker that came back has callbacks that have seen fewer epochs.
+                # The callbacks of a restarted worker have seen fewer epochs.
                 stops = updater.meet("stop", [np.array([float(self.model.stop_training)])])
                 self.model.stop_training = bool(stops[0][0])
 
         return [Epochs(), *callbacks, StopTogether()]
 
     def renew(self, with_slots: bool = False) -> None:
-        """Pulls full weights into this worker's variables, and the optimizer's slots where asked."""
+        """Pulls full weights into this worker's variables, and the optimizer's slots if `with_slots`."""
         with self._lock:
             for group in self._groups.values():
                 if group.is_created:
@@ -510,7 +510,7 @@ class ServerUpdater(Updater):
             self.renew(with_slots=True)
 
     def meet(self, name: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Waits for all workers that are left and returns the sums of what they have brought."""
+        """Waits for all remaining workers and returns the sums of their arrays."""
         name = f"{name}/{self._next_number()}"
         results = self.client.ask(0, "meet", {"name": name}, arrays)[1]
         self.client.known.update(meeting=name, results=results)
@@ -518,12 +518,12 @@ class ServerUpdater(Updater):
 
 
 class Statistics:
-    """Staleness and waiting of the gradients of an epoch; of all workers, once they have met at its end.
+    """Staleness and waiting of the gradients of an epoch; those of all workers once they have met at its end.
 
     Attributes:
-      array: float64, counts of each staleness, the last of all that are larger; counts of waits by `WAITS`; their
-        number, their sum in seconds, and the number of dropped gradients.
-      rows: This worker's, in the epoch; steps, where they are unknown.
+      array: float64: counts of each staleness, the last one for all that are larger; counts of waits by `WAITS`; the
+        number of waits, their sum in seconds, and the number of dropped gradients.
+      rows: Number of this worker's rows in the epoch; its steps if the rows are unknown.
     """
 
     STALENESS = 32
@@ -541,13 +541,13 @@ class Statistics:
         self.rows += rows if rows >= 0 else 1
 
     def histograms(self) -> dict[str, dict]:
-        """Returns how many gradients were how stale, and how many waited up to how many seconds."""
+        """Returns the number of gradients of each staleness, and for each upper bound of waiting in seconds."""
         staleness = {n: int(count) for n, count in enumerate(self.array[: self.STALENESS]) if count}
         waits = zip(self.WAITS, self.array[self.STALENESS : -3], strict=True)
         return {"staleness": staleness, "waited_seconds": {bound: int(count) for bound, count in waits if count}}
 
     def logs(self) -> dict[str, float]:
-        """Returns what the logs of an epoch say."""
+        """Returns the values for the logs of an epoch."""
         number, seconds, dropped = self.array[-3:]
         staleness = self.histograms()["staleness"]
         mean = sum(n * count for n, count in staleness.items()) / max(1.0, number)
@@ -560,7 +560,7 @@ class Statistics:
 
 
 class _Placed(NamedTuple):
-    """A weight on the servers: it has one place there, whichever optimizers update it."""
+    """A weight on the servers. It has one place there, for all optimizers that update it."""
 
     variable: Any
     number: int
@@ -568,7 +568,7 @@ class _Placed(NamedTuple):
 
 
 class _Group:
-    """One optimizer, its variables, and where their shards are."""
+    """One optimizer, its variables, and the places of their shards."""
 
     def __init__(
         self,
@@ -602,9 +602,9 @@ class _Group:
                 clips_norms=not updater.is_star,
             )
         self._indices = {each.number: n for n, each in enumerate(placed)}
-        self._slots: list[list[tuple[int, Any, Span | None]]] = []  # of each server: (number, local slot, part)
+        self._slots: list[list[tuple[int, Any, Span | None]]] = []  # for each server: (number, local slot, part)
         self.is_created = False
-        self._seen_slots: list[str] | None = None  # digests of those that servers hold; None after a push
+        self._seen_slots: list[str] | None = None  # digests of slots that equal the servers'; None after a push
 
     def pulling_in_full(self, chosen: Sequence[bool]) -> _Group:
         """Returns this group, which servers do not hold yet, with chosen tables pulled in full."""
@@ -612,11 +612,11 @@ class _Group:
         return _Group(self._updater, self._number, self._optimizer, self.variables, self._are_sparse, by_rows)
 
     def is_fresh(self) -> bool:
-        """Returns whether this worker's full weights are those of the servers."""
+        """Returns whether this worker's full weights equal those of the servers."""
         return all(id(variable) in self._updater._seen for variable in self.variables)
 
     def inputs(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Returns gradients of the kind that they had in the first step."""
+        """Returns gradients of the same kind, sparse or dense, as in the first step."""
         gradients = []
         for (gradient, variable), is_sparse in zip(pairs, self._are_sparse, strict=True):
             if is_sparse and not isinstance(gradient, tf.IndexedSlices):
@@ -627,7 +627,7 @@ class _Group:
     # -- in a step ---------------------------------------------------------------------------------------------------
 
     def push(self, rows: float, learning_rate: float, *inputs: np.ndarray) -> tuple:
-        """Runs in Python in each step: the gradients to all servers, and what comes back, in full arrays."""
+        """Sends the gradients to all servers and returns the reply in full arrays. Runs in Python in each step."""
         with self._updater._lock:
             self.create()
             self.send_assigned()
@@ -677,7 +677,7 @@ class _Group:
     def _joined(
         self, replies: Sequence[tuple[Any, list[np.ndarray]]], is_wanted: Callable[[int], bool]
     ) -> list[np.ndarray]:
-        """Full values of the variables that are wanted, from the shards that servers sent."""
+        """Returns the full values of the wanted variables, from the shards that servers sent."""
         parts: dict[int, list[np.ndarray]] = {}
         for spans, (_, arrays) in zip(self._of_server, replies, strict=True):
             wanted = [p for p in spans if is_wanted(p.variable)]
@@ -687,7 +687,7 @@ class _Group:
         return [parts[n][0] if len(parts[n]) == 1 else np.concatenate(parts[n]) for n in numbers]
 
     def pull_rows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids, each once and as far as there are such rows, and their rows."""
+        """Returns the ids that have rows, each once, and their rows."""
         variable = self.variables[number]
         ids = np.unique(ids)
         ids = ids[(ids >= 0) & (ids < variable.shape[0])]
@@ -704,7 +704,7 @@ class _Group:
     # -- values and slots --------------------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Has the servers make the shards and the optimizer, once; worker 0's values are those of all."""
+        """Makes the servers create the shards and the optimizer, once. All workers get worker 0's values."""
         if self.is_created:
             return
         is_first = self._client.rank == 0 and not self._updater._is_behind
@@ -715,7 +715,7 @@ class _Group:
         self.is_created = True
 
     def _send_values(self, numbers: list[int] | None) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
-        """Has the servers make what they lack, and sends the values of some variables; None to take what they have."""
+        """Makes the servers create what they lack, and sends values of some variables, none if `numbers` is None."""
         head: dict[str, Any] = {"group": self._number, "description": self._description}
         arrays: list[list[np.ndarray]] = [[] for _ in self._of_server]
         if numbers is not None:
@@ -738,14 +738,14 @@ class _Group:
         self._client.ask_all("create", heads, arrays)
 
     def _match(self, described: Sequence[dict[str, Any]]) -> list[list[tuple[int, Any, Span | None]]]:
-        """Finds for each variable of the servers' optimizers the one of this worker's optimizer.
+        """Finds this worker's optimizer variable for each variable of the servers' optimizers.
 
-        Slots of a weight, and those of none, are there in the order in which the optimizer's class makes them.
+        Slots of a weight, and variables of no weight, come in the order in which the optimizer's class makes them.
         """
         every = self._optimizer.variables
         of_weight = {n: [s for s in every if mark_of(s).weight is v] for n, v in enumerate(self.variables)}
         of_none = [slot for slot in every if mark_of(slot).weight is None]
-        rate = getattr(self._optimizer, "_learning_rate", None)  # goes with each gradient
+        rate = getattr(self._optimizer, "_learning_rate", None)  # sent with each gradient
         found = []
         for spans, described_by in zip(self._of_server, described, strict=True):
             span_of = {p.variable: p for p in spans}
@@ -774,7 +774,7 @@ class _Group:
         )
 
     def pull(self) -> None:
-        """Takes full weights from the servers, but for those that the program has assigned, on all workers alike."""
+        """Pulls full weights from the servers, except those that the program has assigned, on all workers alike."""
         if self._client.rank == 0:
             self.send_assigned()
         replies = self._client.ask_all("pull", [{"group": self._number}] * self._client.num_servers)
@@ -785,7 +785,7 @@ class _Group:
         self._note_seen()
 
     def pull_slots(self) -> None:
-        """Takes the optimizer's variables from the servers; see `pull`."""
+        """Pulls the optimizer's variables from the servers; see `pull`."""
         if self._client.rank == 0:
             self.send_assigned()
         replies = self._client.ask_all("slots", [{"group": self._number}] * self._client.num_servers)
@@ -801,7 +801,7 @@ class _Group:
         self._note_seen()
 
     def send_changes(self) -> bool:
-        """Sends what was assigned since the last `pull` to the servers, and returns whether anything was."""
+        """Sends variables assigned since the last `pull` to the servers, and returns whether there were any."""
         seen = self._updater._seen
         changed = [v for v in self.variables if id(v) in seen and seen[id(v)] != _digest(v)]
         if self._seen_slots is not None:
@@ -812,7 +812,7 @@ class _Group:
         return self.send_assigned()
 
     def send_assigned(self) -> bool:
-        """Sends what the program has assigned to the servers, worker 0's, and returns whether there was anything."""
+        """Sends worker 0's variables that the program has assigned to the servers, and returns if there were any."""
         updater = self._updater
         weights = [n for n, v in enumerate(self.variables) if updater.was_assigned(v)]
         slots = [slot for slot in self._slots_held() if updater.was_assigned(slot)]
@@ -825,7 +825,7 @@ class _Group:
         return bool(weights or slots)
 
     def _note_seen(self) -> None:
-        """Notes what this worker has from the servers, by which it finds what the program assigns."""
+        """Notes the values that this worker has from the servers, to find what the program assigns later."""
         self._updater._seen.update((id(v), _digest(v)) for v in self.variables)
         self._seen_slots = [*map(_digest, self._slots_held())]
 
@@ -835,7 +835,7 @@ class _Group:
         self._seen_slots = None
 
     def _slots_held(self) -> list[Any]:
-        """Returns the optimizer's variables without the learning rate, which goes with each gradient."""
+        """Returns the optimizer's variables without the learning rate, which is sent with each gradient."""
         rate = getattr(self._optimizer, "_learning_rate", None)
         return [v for v in self._optimizer.variables if v is not rate]
 
@@ -854,7 +854,7 @@ def _each_id_once(gradients: Sequence[Any]) -> list:
 
 
 def _clipped(optimizer: Any, gradients: Sequence[Any]) -> Sequence[Any]:
-    """Clips a worker's own gradients by norms, as Keras does; each id of IndexedSlices stands there once."""
+    """Clips a worker's own gradients by norms, as Keras does. IndexedSlices have each id once."""
     bound = optimizer.clipnorm or optimizer.global_clipnorm
     if not bound:
         return gradients
@@ -868,12 +868,12 @@ def _clipped(optimizer: Any, gradients: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_table(variable: Any) -> bool:
-    """Returns whether a variable is so large that its rows are pulled."""
+    """Returns whether a variable is large enough to be pulled by rows."""
     return int(np.prod(variable.shape)) * tf.as_dtype(str(variable.dtype)).size >= ROWS_BYTES
 
 
 def _operations_on(variable: Any) -> dict[str, str]:
-    """Returns kinds of the operations on a variable in the graph that is traced, by name; eagerly none are known."""
+    """Returns the kinds, by name, of operations on a variable in the graph being traced. Eagerly none are known."""
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return {}
@@ -909,7 +909,7 @@ def _read_wide(variable: Any) -> np.ndarray:
 
 
 def _learning_rate(optimizer: Any) -> tf.Tensor:
-    """The learning rate as the worker's optimizer holds it; NaN where a schedule computes it, on the servers."""
+    """Returns the learning rate that the worker's optimizer holds; NaN if a schedule computes it on the servers."""
     import keras
 
     rate = getattr(optimizer, "_learning_rate", None)
@@ -929,7 +929,7 @@ def _check_variable(variable: Any) -> None:
 
 
 def updater_of(variable: Any) -> Updater | None:
-    """Returns what updates a Keras variable in place of an optimizer on this worker; None where nothing does."""
+    """Returns the Updater of a Keras variable, which replaces an optimizer on this worker; None if there is none."""
     ring = ring_of(getattr(getattr(variable, "value", None), "distribute_strategy", None))
     return None if ring is None else ring.updater
 

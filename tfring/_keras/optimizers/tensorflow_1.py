@@ -12,7 +12,7 @@ from tfring._keras.seam import seam
 
 
 def install() -> None:
-    """Weighs the gradients of each replica by its rows, as a RingOptimizer does, where the rows are known."""
+    """Weighs the gradients of each replica by its rows, as a RingOptimizer does, if the rows are known."""
 
     @seam(tf.compat.v1.train.Optimizer, "apply_gradients")
     def apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

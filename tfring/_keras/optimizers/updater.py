@@ -1,4 +1,4 @@
-"""The interface of what stands between optimizers and weights on a worker: servers, or steps of each worker's own."""
+"""The interface between optimizers and weights on a worker, for servers and for local steps of each worker."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from tfring.cross_device_ops import values_of
 
 
 class Updater:
-    """Takes the gradients of optimizers in a step, and is notified before weights are read.
+    """Receives the gradients of optimizers in a step, and is notified before weights are read.
 
     Attributes:
-      is_star: Whether workers exchange nothing with each other, and each goes on by itself.
-      weighs: Whether gradients come times their replica's share of the rows.
+      is_star: Whether workers exchange nothing with each other, and each proceeds by itself.
+      weighs: Whether gradients are multiplied by their replica's share of the rows.
     """
 
     is_star = False
     weighs = True
 
     def settings(self) -> dict[str, Any]:
-        """Returns what has to be the same on all ranks, by name."""
+        """Returns the settings that have to be the same on all ranks, by name."""
         return {}
 
     def bytes_sent(self) -> int:
-        """Returns the bytes this worker has sent beside the ring."""
+        """Returns the number of bytes that this worker has sent outside of the ring."""
         return 0
 
     def seconds_waited(self) -> float | None:
-        """Returns the seconds this worker has waited beside the ring; None if they are not counted."""
+        """Returns the seconds that this worker has waited outside of the ring; None if they are not counted."""
         return 0.0
 
     def check_model(self, model: Any) -> None:
-        """Raises ConfigurationError for a compiled model that cannot be trained so."""
+        """Raises ConfigurationError for a compiled model that cannot be trained with this updater."""
 
     def on_build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Prepares an optimizer that has made its slots."""
@@ -46,28 +46,28 @@ class Updater:
         """Updates variables in a step, in a graph or eagerly, in the cross-replica context.
 
         Args:
-          optimizer: Whose update it is.
-          gradients: Of this worker, None where there is none.
+          optimizer: The optimizer that is applied.
+          gradients: The gradients of this worker, None for a weight without one.
           variables: The weights.
-          active: bool scalar, whether this worker has rows; None where it does.
+          active: bool scalar, whether this worker has rows; None if it has.
           apply: Keras' `apply` of this optimizer.
         """
         raise NotImplementedError
 
     def reads_more(self) -> bool:
-        """Returns True if the step that is being traced has to be traced again, for what it reads after its update."""
+        """Returns True if the step that is being traced has to be traced again, because of reads after its update."""
         return False
 
     def before_first_step(self, is_traced: bool) -> None:
         """Prepares the first step of training.
 
         Args:
-          is_traced: Whether its graph is traced, and not yet run; else it runs eagerly.
+          is_traced: Whether its graph is traced and has not run yet; otherwise it runs eagerly.
         """
 
     @contextlib.contextmanager
     def around_lookup(self, variable: Any, ids: Any) -> Iterator[Any]:
-        """Makes the rows of a table current that a lookup inside reads, and yields the ids to look up."""
+        """Updates the rows of a table that a lookup inside reads, and yields the ids to look up."""
         yield ids
 
     def on_assign(self, variable: Any) -> None:
@@ -79,7 +79,7 @@ class Updater:
 
         Args:
           epoch_iterator: The RingEpochIterator.
-          loop: Its Loop; None where nothing is trained or evaluated.
+          loop: Its Loop; None if nothing is trained or evaluated.
           inside: The context manager of the pass itself.
         """
         with inside:
@@ -90,18 +90,18 @@ class Updater:
         return dataset
 
     def callbacks(self, callbacks: list) -> list:
-        """Returns the callbacks of `fit`, with others that this needs."""
+        """Returns the callbacks of `fit`, with others that this updater needs."""
         return callbacks
 
     def before_evaluation(self, model: Any) -> None:
-        """Makes this worker's weights those of the model that is trained; all ranks call it."""
+        """Sets this worker's weights to those of the model that is trained. All ranks call it."""
 
     def is_at_rest(self, model: Any) -> bool:
-        """Returns True if saving now would not change how training goes on."""
+        """Returns True if saving now would not change how training continues."""
         return True
 
     def before_saving(self, model: Any, keep: bool = True) -> None:
-        """Makes weights and slots what a file holds; all ranks call it. `keep`: this rank writes."""
+        """Sets weights and slots to the values for a file. All ranks call it. `keep`: Whether this rank writes."""
 
 
 def read(variable: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Keras variables that hold a rank's shard of a full value: marked, made, gathered, assigned full values.
+"""Marks, makes, gathers and assigns Keras variables that hold a rank's shard of a full value.
 
-A variable of a layer that is sharded, of a table, or of an optimizer with `shard_optimizer=True`. It takes full values
-and keeps its shard; files hold full values (`slots.py`).
+They belong to a sharded layer, a table, or an optimizer with `shard_optimizer=True`. Such a variable accepts full
+values and keeps its shard; files contain full values (`slots.py`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tfring.setting import setting
 from tfring.sharding import Sharding
 
 _local = threading.local()
-_AXES_OF_LAYERS = ("model", "data")  # along which a layer can be sharded
+_AXES_OF_LAYERS = ("model", "data")  # a layer can be sharded along them
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The mark on a Keras variable: what this worker holds of its value, and who computes and updates it.
+    """The mark on a Keras variable: the part of its value on this worker, and who computes with it and updates it.
 
     Attributes:
-      sharding: Of the value of which it holds a shard; None where it holds the full value.
-      rank: Of this worker among those that hold the shards.
-      update: Of a table of `tfring.layers`, "rows" or "dense"; None of any other variable.
-      sums_ids: Whether an id counts once in its gradient, also in one process: it is a replicated table. Keras'
+      sharding: The sharding of the full value. None if the variable holds the full value.
+      rank: Rank of this worker among those that hold the shards.
+      update: "rows" or "dense" for a table of `tfring.layers`. None for any other variable.
+      sums_ids: Whether an id counts once in its gradient, in one process too: it is a replicated table. Keras'
         optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
-      stage: That computes with it, where ranks of all stages hold it: such as the seed of a Dropout.
-      weight: Of a slot of an optimizer, the weight that it was made for.
+      stage: The stage that computes with it, if ranks of all stages hold it, such as the seed of a Dropout.
+      weight: The weight for which a slot of an optimizer was made.
     """
 
     sharding: Sharding | None = None
@@ -68,7 +68,7 @@ def mark_shard(variable: Any, ring: Ring, sharding: Sharding) -> Any:
 
 
 def sharding_of(variable: Any) -> Sharding | None:
-    """Returns the sharding of the value of which a Keras variable holds a shard; None for one that is not sharded."""
+    """Returns the sharding of a Keras variable that holds a shard; None for one that is not sharded."""
     return mark_of(variable).sharding
 
 
@@ -81,8 +81,8 @@ def is_sharded_along(variable: Any, axis: str) -> bool:
 def gradient_is_complete(variable: Any) -> bool:
     """Returns whether a tape gives the gradient of the whole batch for a Keras variable.
 
-    Ranks along the data axis hold different shards then. What makes their gradients weighs and sums over all rows on
-    its way, and an optimizer does neither.
+    In that case ranks along the data axis hold different shards. The code that computes their gradients weighs them and
+    sums over all rows, and an optimizer does neither.
     """
     return is_sharded_along(variable, "data")
 
@@ -104,12 +104,12 @@ class ShardGroup:
         """Returns the group of a layer that is built under the strategy in scope.
 
         Args:
-          axis: "model" or "data"; None for the model axis where the mesh has one, else the data axis.
-          layer: What it is called, for errors.
-          instead: What to use instead, for errors.
+          axis: "model" or "data". None: the model axis if the mesh has one, otherwise the data axis.
+          layer: Name of the layer, for errors.
+          instead: Alternative to the layer, for errors.
 
         Raises:
-          ConfigurationError: For several replicas a process.
+          ConfigurationError: If this process has several replicas.
         """
         if not tf.distribute.has_strategy():
             return cls()
@@ -141,13 +141,13 @@ class ShardGroup:
         return LocalCollectives() if self.ring is None else self.ring.world
 
     def add_weight(self, add_weight: Callable, sharding: Sharding, initializer: Any, **options: Any) -> Any:
-        """Makes the weight of a layer that holds this worker's shard, and returns it.
+        """Makes a weight of a layer that holds this worker's shard, and returns it.
 
         Args:
-          add_weight: The layer's.
-          sharding: Of the full value.
-          initializer: Called with the shape of the shard, and its dtype.
-          **options: For `add_weight`.
+          add_weight: The layer's `add_weight`.
+          sharding: Sharding of the full value.
+          initializer: An initializer. It is called with the shape of the shard and its dtype.
+          **options: Options of `add_weight`.
         """
         own = contextlib.nullcontext() if self.ring is None else self.ring.variables_of_worker()
         with own:
@@ -160,8 +160,8 @@ class InitialShard:
     """The initializer of a shard: its part of the full value that one process draws, with the values of rank 0.
 
     Args:
-      initializer: Of Keras, for the full value.
-      sharding: Of the full value.
+      initializer: Keras initializer of the full value.
+      sharding: Sharding of the full value.
       group: The ranks that have the shards.
     """
 
@@ -173,7 +173,7 @@ class InitialShard:
     def __call__(self, shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
         from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-        if in_stateless_scope():  # while Keras looks what shapes come out
+        if in_stateless_scope():  # while Keras infers shapes
             return tf.zeros(shape, dtype)
         full = tf.convert_to_tensor(self._initializer(self._sharding.shape, dtype=dtype))
         [full] = self._group.world.broadcast([full], name="initial value of a weight in shards")
@@ -193,7 +193,7 @@ def full_shape(variable: Any) -> tuple[int, ...]:
 
 
 def full_shapes() -> contextlib.AbstractContextManager:
-    """While it lasts, Keras variables show this thread their shapes in one process."""
+    """Makes Keras variables show this thread their shapes in one process, while it is entered."""
     return setting(_local, "shows_full_shapes", True)
 
 
@@ -218,7 +218,7 @@ def shard_of(variable: Any, value: Any) -> Any:
     if sharding is None:
         return value
     if sharding.lined_up == sharding.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
-        return take_shard(sharding, value, rank)  # of an array in a file no more is read
+        return take_shard(sharding, value, rank)  # no more of an array in a file is read
     value = held_of(value)
     if value.shape != sharding.shape:
         return value
@@ -226,7 +226,7 @@ def shard_of(variable: Any, value: Any) -> Any:
 
 
 def take_shard(sharding: Sharding, lined_up: Any, rank: int) -> Any:
-    """Returns a rank's shard of a full value as it is lined up: a tensor, an array, or one in a file."""
+    """Returns a rank's shard of a lined-up full value: a tensor, an array, or an array in a file."""
     parts = [lined_up[(*[slice(None)] * sharding.dimension, part)] for part in sharding.slices(rank)]
     if len(parts) == 1:
         return parts[0]
@@ -234,7 +234,7 @@ def take_shard(sharding: Sharding, lined_up: Any, rank: int) -> Any:
 
 
 def held_of(value: Any) -> tf.Tensor:
-    """Returns as a tensor the value that a variable of Keras or TensorFlow has on this worker, or another value."""
+    """Returns the value of a Keras or TensorFlow variable on this worker, or another value, as a tensor."""
     import keras
 
     value = value.value if isinstance(value, keras.Variable) else value

@@ -1,6 +1,6 @@
-"""Large shards of this worker, read and written where they lie: a copy is a block of rows, not a shard.
+"""Reads and writes large shards of this worker in place: a copy is a block of rows, not a shard.
 
-A variable whose rows have been looked up copies all of them when it is read, and Keras copies what it assigns.
+A variable whose rows have been looked up copies all of them when it is read, and Keras copies the values it assigns.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from tfring.sharding import Sharding
 
 
 def read(held: Any) -> tf.Tensor:
-    """Returns the value of a variable of TensorFlow, or a tensor, without a copy."""
+    """Returns the value of a TensorFlow variable, or a tensor, without a copy."""
     no_copy = getattr(held, "read_value_no_copy", None)
     return tf.convert_to_tensor(held) if no_copy is None else no_copy()
 
 
 def view(variable: Any) -> np.ndarray:
-    """Returns what a Keras variable holds on this worker, without a copy; on a GPU with one, to this host."""
+    """Returns the value of a Keras variable on this worker without a copy; from a GPU with one, to this host."""
     return np.asarray(read(values_of(variable.value)[0]))
 
 
 def write_block(held: Any, begin: int, block: np.ndarray, dimension: int = 0) -> None:
-    """Writes a block into a variable of TensorFlow, from a place on along one of its dimensions.
+    """Writes a block into a TensorFlow variable, from an index on along one of its dimensions.
 
     Args:
-      held: Eager, of this worker alone.
-      begin: The first row to write; of another dimension, the first column.
-      block: An array of the variable's shape but for that dimension; it is cast to the variable's dtype.
-      dimension: Which one it is.
+      held: An eager variable of this worker alone.
+      begin: The first row to write; for another dimension, the first column.
+      block: An array of the variable's shape except along `dimension`. It is cast to the variable's dtype.
+      dimension: The dimension along which to write. Defaults to 0.
     """
     size = block.shape[dimension]
     tf.raw_ops.ResourceStridedSliceAssign(
@@ -43,15 +43,15 @@ def write_block(held: Any, begin: int, block: np.ndarray, dimension: int = 0) ->
         strides=[1] * (dimension + 1),
         value=tf.cast(np.asarray(block), held.dtype),
     )
-    tf.raw_ops.DisableCopyOnRead(resource=held.handle)  # or each read of it copied from now on
+    tf.raw_ops.DisableCopyOnRead(resource=held.handle)  # otherwise each later read would copy it
 
 
 def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int:
-    """Writes a part of an array, which may be one in a file, into a Keras variable of this worker, from a row on.
+    """Writes a part of an array, which may be in a file, into a Keras variable of this worker, from a row on.
 
     Args:
-      variable: Eager, of this worker alone.
-      begin: The variable's first row to write.
+      variable: An eager variable of this worker alone.
+      begin: The first row of the variable to write.
       value: The array.
       part: Slices of the array, of the first dimension and of others.
 
@@ -69,7 +69,7 @@ def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int
 
 
 def write_shard(variable: Any, sharding: Sharding, rank: int, value: Any) -> None:
-    """Writes a rank's shard of an array, which may be one in a file, into its Keras variable."""
+    """Writes a rank's shard of an array, which may be in a file, into its Keras variable."""
     if 0 in sharding.shape_of(rank):
         return
     if sharding.dimension == 0:

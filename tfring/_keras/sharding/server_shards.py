@@ -1,7 +1,8 @@
-"""On a server: shards of variables, and Keras' own optimizer on them, made again from its configuration.
+"""On a server: shards of variables, and Keras' own optimizer on them, recreated from its configuration.
 
-What is elementwise in an optimizer is Keras' own code on the shards. Norms are of full variables, over servers: the sum
-of squares of each shard goes to the workers, which add them up, and the gradient is scaled before Keras sees it.
+Keras' own code computes the elementwise parts of an optimizer on the shards. Norms are those of full variables, over
+servers: the sum of squares of each shard is sent to the workers, which add them up, and the gradient is scaled before
+Keras sees it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import tensorflow as tf
 from tfring.errors import ConfigurationError
 from tfring.servers.shard_plan import Span
 
-TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
-NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
+TOKEN = "tfring_shard_"  # then the variable's number among all: the name of a shard, and the start of its slots' names
+NAME = "on_servers"  # of the optimizer: each worker numbers its own optimizers
 
 
 class ServerShards:
@@ -26,8 +27,8 @@ class ServerShards:
 
     Args:
       store: All shards of this server, which optimizers of the same variables share.
-      description: Of `describe`, which all servers get.
-      server: The number of this one.
+      description: The result of `describe`, which all servers get.
+      server: Number of this server.
     """
 
     def __init__(self, store: MutableMapping[tuple, Any], description: Mapping[str, Any], server: int) -> None:
@@ -54,7 +55,7 @@ class ServerShards:
             self._shards.append(shard)
         for method in _FLAGS:
             if hasattr(optimizer, method):
-                # Keras asks with its own variable, or with TensorFlow's behind it.
+                # Keras passes its own variable, or TensorFlow's behind it.
                 told = {
                     id(variable): about["flags"].get(method, False)
                     for shard, about in zip(self._shards, self._about, strict=True)
@@ -90,7 +91,7 @@ class ServerShards:
         return int(self._optimizer._iterations.numpy())
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> list[Any]:
-        """See `ShardStore`. An array for each shard, or a pair of rows and ids, each once."""
+        """See `ShardStore`. Returns an array for each shard, or a pair of rows and ids with each id once."""
         merged: list[Any] = []
         position = 0
         for about in self._about:
@@ -159,7 +160,7 @@ class ServerShards:
         return specs
 
 
-_FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers that go by a variable's path
+_FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers that depend on a variable's path
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
@@ -172,19 +173,19 @@ def describe(
     parts: Sequence[Span],
     clips_norms: bool = True,
 ) -> dict[str, Any]:
-    """Returns what servers make an optimizer and its shards from: JSON, and no code.
+    """Returns the description from which servers make an optimizer and its shards: JSON, and no code.
 
     Args:
-      optimizer: Of Keras, on a worker.
-      variables: Of Keras, those that have gradients.
-      numbers: Of these among all that servers hold.
-      are_sparse: Whether the gradient of each is IndexedSlices.
-      are_pulled_by_rows: Whether each is a table of which workers pull a batch's rows alone.
-      parts: Of `tfring.servers.shard_plan.plan`.
-      clips_norms: Whether servers clip by norms; else the worker has done it.
+      optimizer: A Keras optimizer on a worker.
+      variables: The Keras variables that have gradients.
+      numbers: The numbers of these variables among all that servers hold.
+      are_sparse: Whether the gradient of each variable is IndexedSlices.
+      are_pulled_by_rows: Whether each variable is a table of which workers pull only a batch's rows.
+      parts: The result of `tfring.servers.shard_plan.plan`.
+      clips_norms: Whether servers clip by norms; otherwise the worker has done it. Defaults to True.
 
     Raises:
-      ConfigurationError: For an optimizer that servers cannot run.
+      ConfigurationError: If servers cannot run the optimizer.
     """
     import keras
 
@@ -192,7 +193,7 @@ def describe(
     config = keras.saving.serialize_keras_object(optimizer)
     config["config"]["name"] = NAME
     if isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable):
-        config["config"]["learning_rate"] = 1.0  # goes with each gradient
+        config["config"]["learning_rate"] = 1.0  # the real one is sent with each gradient
     bounds = {kind: getattr(optimizer, kind) for kind in _CLIPS if getattr(optimizer, kind)}
     kind, bound = next(iter(bounds.items()), (None, 0.0))
     if bounds and optimizer.gradient_accumulation_steps:
@@ -202,7 +203,7 @@ def describe(
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: accumulated gradients are "
                 "clipped by value only. Leave out one of them, or use `clipvalue`."
             )
-        kind = None  # Keras clips what it has accumulated
+        kind = None  # Keras clips the accumulated gradients
     if kind is not None:
         config["config"].update(dict.fromkeys(_CLIPS))
     if kind != "clipvalue" and not clips_norms:
@@ -229,7 +230,7 @@ def describe(
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ConfigurationError for an optimizer that servers cannot run, by name."""
+    """Raises a ConfigurationError that names an optimizer, if servers cannot run it."""
     import keras
 
     what = f"{type(optimizer).__name__} {optimizer.name!r}"
@@ -273,7 +274,7 @@ def _each(function: Callable[[np.ndarray], np.ndarray], gradient: Any) -> Any:
 
 
 def _sum_rows(rows: list[np.ndarray], ids: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of all workers under ids, each once; rows of an id are added in the order of workers."""
+    """Returns the rows of all workers with each id once; rows of an id are added in the order of workers."""
     if len(rows) == 1:
         return rows[0], ids[0]  # a worker sends each id once
     every, values = np.concatenate(ids), np.concatenate(rows)

@@ -1,4 +1,4 @@
-"""Shards of weights for `RingStrategy(shard_optimizer=True)`: a worker updates its shard and has the slots of it.
+"""Shards of weights for `RingStrategy(shard_optimizer=True)`: a worker updates its shard and holds its slots.
 
 ```
 gradients of the worker ─► reduce_scatter ─► clip ─► update of the shard ─► all_gather ─► weights
@@ -23,7 +23,7 @@ from tfring.sharding import plan_shards
 
 _ELEMENT_WISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
-    "ScheduleFreeAdamW",  # of Keras 3.14 on
+    "ScheduleFreeAdamW",  # from Keras 3.14 on
 )
 
 
@@ -32,20 +32,20 @@ class Shards:
 
     Args:
       ring: The workers.
-      optimizer: Of Keras, not built yet.
-      variables: Of Keras, to be trained.
+      optimizer: A Keras optimizer, not built yet.
+      variables: The Keras variables to train.
     """
 
     def __init__(self, ring: Ring, optimizer: Any, variables: Sequence[Any]) -> None:
         self.ring = ring
-        self.key = optimizer._var_key  # of a weight; later of its shard too
+        self.key = optimizer._var_key  # returns the key of a weight, later of its shard too
         self.weights: dict = {}  # by their keys
         self.shards: dict = {}  # by the keys of the weights
-        self.keys: dict = {}  # of weights, by those of their shards
+        self.keys: dict = {}  # keys of weights, by the keys of their shards
         for variable in variables:
             marked = mark_of(variable)
             if is_value(variable) or marked.sharding is not None or marked.update is not None:
-                continue  # or a shard already, or a table, of which some rows are updated
+                continue  # a value, already a shard, or a table, which may be updated by rows
             shard = _new_shard(ring, variable)
             key = self.key(variable)
             self.weights[key], self.shards[key], self.keys[self.key(shard)] = variable, shard, key
@@ -67,7 +67,7 @@ class Shards:
         return held
 
     def gather_into(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Assigns to weights, on all ranks, the full values of which each rank has shards or slots."""
+        """Assigns weights, on all ranks, the full values gathered from the shards or slots of each rank."""
         gathered = gather(self.ring.gradient_ops, values, name="weights")
         for variable, value in zip(variables, gathered, strict=True):
             variable.assign(value)
@@ -79,7 +79,7 @@ def shards_of(optimizer: Any) -> Shards | None:
 
 
 def is_value(variable: Any) -> bool:
-    """Returns whether what stands in the place of a gradient is a variable's next value, as of the scales of float8."""
+    """Returns whether the "gradient" of a variable is its next value, as for the scales of float8."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -114,5 +114,5 @@ def _new_shard(ring: Ring, variable: Any) -> Any:
             trainable=False,
             name="shard",
         )
-    shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
+    shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # slots are named after it
     return mark_shard(shard, ring, sharding)

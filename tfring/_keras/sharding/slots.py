@@ -1,9 +1,9 @@
 """Shards in files: slots of a sharded optimizer and sharded weights are full there, as one process writes them.
 
-So they load into any cluster. A rank has a shard of each, so all ranks take part in saving, also where one alone
-writes. Saving a model gathers its shards first, all of them and always in the same order, whatever goes on to be
-written. No rank holds more than a block of rows at a time, and on the one that writes large full values lie in
-a file until then (`blocks.py`).
+So they load into any cluster. Each rank has a shard of them, so all ranks take part in saving, even if only one writes.
+Saving a model first gathers all its shards, always in the same order, regardless of which ones are then written. No
+rank holds more than a block of rows at a time. The rank that writes keeps large full values in a file until then
+(`blocks.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _in_hdf5 = False
 
 
 def sharded_variables_of(model: Any) -> list:
-    """Returns the weights of a model, and the slots of its optimizers, of which each rank has a shard."""
+    """Returns the weights of a model and the slots of its optimizers that are sharded over ranks."""
     variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
     return [v for v in {id(v): v for v in variables}.values() if sharding_of(v) is not None]
 
 
 @contextlib.contextmanager
 def full_values_of(model: Any, keep: bool = True) -> Iterator[None]:
-    """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
+    """Gathers a model's shards in full while it is saved. All ranks call it. `keep`: Whether this rank writes."""
     ring = ring_of_model(model)
     if ring is not None and ring.updater is not None:
         ring.updater.before_saving(model, keep)
@@ -71,14 +71,15 @@ def _warn_of_parts(model: Any) -> None:
 
 
 def gathered(variable: Any) -> np.ndarray | None:
-    """Returns the full value of which a variable holds a shard, while a model is saved; else None."""
+    """Returns the full value of a sharded variable while a model is saved; otherwise None."""
     return _gathered.get(id(variable))
 
 
 def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
-    """Returns the full value of a variable; where it holds a shard an empty array if this rank does not `keep` it.
+    """Returns the full value of a variable; for a sharded one an empty array if this rank does not `keep` it.
 
-    All ranks call it. With `of_each_replica` full values of all replicas, which differ, stacked along the data axis.
+    All ranks call it. With `of_each_replica` it returns the full values of all replicas, which differ, stacked
+    along the data axis.
     """
     sharding = sharding_of(variable)
     if sharding is None:
@@ -87,7 +88,7 @@ def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False)
         return _gathered[id(variable)]
     held = np.atleast_1d(large.view(variable))
     ring = ring_of(variable.value.distribute_strategy)
-    assert ring is not None  # which has the shards
+    assert ring is not None  # its ranks have the shards
     mesh = ring.mesh
     along = f"{sharding.axis}+data" if of_each_replica else sharding.axis
     collectives = ring.along(along)
@@ -99,7 +100,7 @@ def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False)
     held = np.moveaxis(held, sharding.dimension, 0)
     rows_of = [np.moveaxis(each, sharding.dimension, 0) for each in result]  # views
     step = blocks.rows_of_a_block(held, len(sizes))
-    name = "shards of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
+    name = "shards of all ranks, which save together"  # not the variable's name: Keras numbers names on each rank
     for begin in range(0, max(sizes), step):
         counts = [min(step, max(0, size - begin)) for size in sizes]
         block = collectives.all_gather(tf.constant(held[begin : begin + step]), name=name)
@@ -111,7 +112,7 @@ def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False)
 
 
 class _Whole:
-    """Stands for a slot where Keras asks for its path and its value."""
+    """Replaces a slot when Keras asks for its path and its value."""
 
     def __init__(self, slot: Any) -> None:
         self.path = slot.path
@@ -123,7 +124,7 @@ class _Whole:
 
 @contextlib.contextmanager
 def written_to_hdf5() -> Iterator[None]:
-    """While a model is saved to a file of Keras' older format, which takes slots as they are."""
+    """Notes that a model is being saved to a file of Keras' older format, which stores slots as they are."""
     global _in_hdf5
     _in_hdf5 = True
     try:
@@ -133,16 +134,16 @@ def written_to_hdf5() -> Iterator[None]:
 
 
 def as_written(slots: list) -> list:
-    """Returns the variables of an optimizer; within `written_to_hdf5` full values in place of shards."""
+    """Returns the variables of an optimizer; within `written_to_hdf5` with full values in place of shards."""
     return [_Whole(slot) if _in_hdf5 and sharding_of(slot) is not None else slot for slot in slots]
 
 
 def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
-    """Returns the error where TensorFlow asks a layer or an optimizer with shards what to write.
+    """Returns the error to raise when TensorFlow asks a layer or an optimizer with shards what to write.
 
     Args:
       kind: "weight" or "slot".
-      shards: The variables of shards, which may be none yet.
+      shards: The variables of shards, possibly none yet.
       holder: The layer or the optimizer.
       save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
     """
@@ -169,7 +170,7 @@ def install() -> None:
 
     @seam(saving_lib, "is_memory_sufficient")
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
-        """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
+        """Returns False for large shards. Otherwise Keras assembles a file in memory, or reads it there, to pack it."""
         sizes = [math.prod(full_shape(v)) * v.value.dtype.size for v in sharded_variables_of(model)]
         with full_shapes():
             return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
@@ -182,19 +183,19 @@ def install() -> None:
 
     @seam(keras.layers.Layer, "set_weights")
     def set_weights(original: Callable[..., Any], self: Any, weights: Sequence[Any]) -> Any:
-        pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
+        pairs = zip(self.weights, weights, strict=False)  # Keras reports if they are more or fewer
         held = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
         return original(self, [*held, *weights[len(held) :]])
 
 
 def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
-    """Swaps weights and their moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
+    """Swaps weights and their moving averages for SwapEMAWeights, also for a sharded optimizer."""
     shards = shards_of(optimizer)
     if shards is None:
         return original(optimizer)
     for variable, average in _averaged(optimizer):
         value = held_of(average)
-        if sharding_of(variable) is None:  # and of a table the average is as large a shard
+        if sharding_of(variable) is None:  # for a table the average is a shard of the same size
             [value] = gather(shards.ring.control_ops, [average], name="moving average of a weight")
         average.assign(variable)
         variable.assign(value)
@@ -202,7 +203,7 @@ def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
 
 
 def keep_averages(original: Callable[..., Any], optimizer: Any) -> Any:
-    """Makes weights the moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
+    """Assigns the values of weights to their moving averages for SwapEMAWeights, also for a sharded optimizer."""
     if shards_of(optimizer) is None:
         return original(optimizer)
     for variable, average in _averaged(optimizer):

@@ -1,8 +1,8 @@
-"""Weights of a pipeline: each rank holds those of its stage, and slots of them, and of other stages nothing.
+"""Weights of a pipeline: each rank holds the weights of its stage and their slots, and nothing of other stages.
 
-A weight of another stage is an empty shard (`sharding.py`) of a weight that one rank of the pipeline axis owns, or, of
-a sharded layer, the ranks of its stage: shards along two axes, "pipeline+model" or "pipeline+data". So slots of it are
-empty, files hold full values, and a rank that loads one keeps its own.
+A weight of another stage is an empty shard (`sharding.py`) of a weight that one rank of the pipeline axis owns. For a
+sharded layer the ranks of its stage own it: shards along two axes, "pipeline+model" or "pipeline+data". So its slots
+are empty, files contain full values, and a rank that loads a file keeps its own shards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfring.sharding import at_stage
 
 
 def give(ring: Ring, variable: Any, stage: int) -> None:
-    """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory of the others."""
+    """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory on the others."""
     assert not is_sharded_along(variable, "pipeline")
     sharding = at_stage(full_shape(variable), sharding_of(variable), stage, ring.mesh.pipeline)
     if ring.mesh.coordinate("pipeline", ring.cluster.rank) != stage:
@@ -38,7 +38,7 @@ def give(ring: Ring, variable: Any, stage: int) -> None:
 
 @functools.cache
 def refuse_new_weights() -> None:
-    """From now on a layer whose weights were given to a stage makes no others."""
+    """Prevents layers whose weights were given to a stage from making others, from now on."""
     undo.append(refuse_new_weights.cache_clear)
 
     @seam(keras.layers.Layer, "add_weight")
@@ -50,7 +50,7 @@ def refuse_new_weights() -> None:
 
 
 def full_weights_error(received: str) -> ConfigurationError:
-    """The error for what needs whole weights, of which no worker of a pipeline has all."""
+    """Returns the error for features that need full weights: no worker of a pipeline has all of them."""
     return ConfigurationError(
         f"A worker of a Pipeline has the weights of its stage only, and LoRA and quantization need all: {received}. "
         "Save the model, and call enable_lora() or quantize() in one process that loads it."
@@ -73,7 +73,7 @@ def is_symbolic() -> bool:
 
 
 def written_in_parts(variable: Any, num_microbatches: int, recompute: bool) -> ConfigurationError:
-    """The error for state that a layer writes in each pass of a step, which takes several."""
+    """Returns the error for state that a layer writes in each pass of a step with several passes."""
     return ConfigurationError(
         f"A layer of a Pipeline writes {variable.path!r}, and would write it in each pass of a step "
         f"(num_microbatches={num_microbatches}, recompute={recompute}). Freeze the layer (`trainable = False`), or use "

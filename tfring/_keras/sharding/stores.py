@@ -1,4 +1,4 @@
-"""Large values in Keras' files: written, and read, a block of rows at a time. Keras copies each as a whole."""
+"""Writes and reads large values in Keras' files a block of rows at a time. Keras copies each value in full."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfring.blocks import LARGE_BYTES, rows_of_a_block
 
 
 class Stored:
-    """A large array in a file. An index of slices reads blocks of it, and keeps what they say.
+    """A large array in a file. Indexing with slices reads blocks of it and keeps the part that the slices select.
 
     Args:
-      dataset: Of h5py.
+      dataset: An h5py dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -26,7 +26,7 @@ class Stored:
         wanted = range(*rows.indices(self.shape[0]))
         empty = self._dataset[0:0][(slice(None), *inner)]
         result = np.empty((len(wanted), *empty.shape[1:]), self.dtype)
-        step = rows_of_a_block(self) // wanted.step + 1  # of those that are wanted
+        step = rows_of_a_block(self) // wanted.step + 1  # of the wanted rows
         for begin in range(0, len(wanted), step):
             these = wanted[begin : begin + step]
             block = self._dataset[these[0] : these[-1] + 1]
@@ -38,7 +38,7 @@ class Stored:
 
 
 class InBlocks:
-    """An entry of a file of Keras', whose large values are `Stored` ones."""
+    """An entry of a Keras file that returns large values as `Stored`."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class InBlocks:
     def __getitem__(self, key: str) -> Any:
         group = _group_of(self._store)
         dataset = group[key] if group is not None and key in group else None
-        if dataset is None or "dtype" in dataset.attrs or dataset.nbytes < LARGE_BYTES:  # bfloat16, say, as bytes
+        if dataset is None or "dtype" in dataset.attrs or dataset.nbytes < LARGE_BYTES:  # e.g. bfloat16, as bytes
             return self._store[key]
         return Stored(dataset)
 
@@ -61,7 +61,7 @@ class InBlocks:
 
 
 def _group_of(store: Any) -> Any:
-    """The group of h5py that an entry of a file stands for; None of other files."""
+    """Returns the h5py group of an entry of a file; None for files of another format."""
     import h5py
 
     group = getattr(store, "_h5_entry_group", None)
@@ -69,7 +69,7 @@ def _group_of(store: Any) -> Any:
 
 
 def write(store: Any, key: str, value: np.ndarray) -> None:
-    """Writes a large value to an entry of a file of Keras'."""
+    """Writes a large value to an entry of a Keras file."""
     if not store._h5_entry_initialized:
         store._create_h5_group(store._h5_entry_path)
     dataset = _group_of(store).create_dataset(key, value.shape, value.dtype)

@@ -1,15 +1,15 @@
 """Initial values and updates of the tables of `tfring.layers.ShardedEmbedding` and `DistributedEmbedding`.
 
-A table's variable holds this worker's rows, its slots hold theirs. An optimizer gets the gradient of the whole batch,
-as IndexedSlices whose ids number this worker's rows. With `update="dense"` Keras updates all rows
-of this worker; with `update="rows"` those that have a gradient:
+A table's variable holds this worker's rows, and its slots are those of these rows. An optimizer gets the gradient of
+the whole batch, as IndexedSlices whose ids number this worker's rows. With `update="dense"` Keras updates all rows of
+this worker; with `update="rows"` it updates those that have a gradient:
 
 ```
 ids with a gradient ─► rows of the weight ─┐                        ┌─► written back
                    └─► rows of each slot ──┴─► Keras' update_step ──┘
 ```
 
-An optimizer's way with gradients of several workers is in `ring_optimizer.py`; files are in `slots.py`.
+`ring_optimizer.py` handles the gradients of several workers, `slots.py` handles files.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tfring.ring.collectives import LocalCollectives
 from tfring.sharding import Sharding
 
 UPDATES = ("rows", "dense")
-WHOLE_ELEMENTS = 1 << 24  # of a table that is drawn at once, as keras.layers.Embedding draws it
-BLOCK_ELEMENTS = 1 << 22  # of a larger one that are drawn at a time
+WHOLE_ELEMENTS = 1 << 24  # the largest table that is drawn at once, as keras.layers.Embedding draws it
+BLOCK_ELEMENTS = 1 << 22  # elements of a larger table that are drawn at a time
 _ROW_BY_ROW = ("Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "TruncatedNormal")
 
-_NOT_SLOTS = ("_variables", "_trainable_variables")  # of an optimizer's lists
+_NOT_SLOTS = ("_variables", "_trainable_variables")  # lists of an optimizer
 
 
 def update_of(variable: Any) -> str | None:
@@ -42,9 +42,9 @@ def update_of(variable: Any) -> str | None:
 
 
 def add_table(layer: Any, name: str, parts: Iterable[Any], sharding: Sharding, group: ShardGroup) -> Any:
-    """Makes the weight of a layer with `update` that holds this worker's shard of a table, or of several in one.
+    """Makes a weight of a layer with `update` that holds this worker's shard of a table, or of several in one.
 
-    `parts` are as of `InitialRows`.
+    See `InitialRows` for `parts`.
     """
     initializer = InitialRows(parts, sharding, group, layer.name)
     variable = group.add_weight(layer.add_weight, sharding, initializer, name=name, trainable=True)
@@ -61,14 +61,14 @@ def check_update(update: str) -> None:
 
 
 class InitialRows:
-    """The initializer of this worker's shard: that of the same tables whatever the number of workers.
+    """The initializer of this worker's shard. The tables are the same for any number of workers.
 
     Args:
-      parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
-        for all of it, and its rows among those of all.
-      sharding: Of all together.
+      parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: a Keras initializer for
+        the full table, and the range of its rows among those of all tables.
+      sharding: Sharding of all tables together.
       group: The ranks that have the shards.
-      layer: Its name, for errors.
+      layer: Name of the layer, for errors.
     """
 
     def __init__(self, parts: Iterable[Any], sharding: Sharding, group: ShardGroup, layer: str) -> None:
@@ -88,7 +88,7 @@ class InitialRows:
     def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
         from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-        if in_stateless_scope():  # while Keras looks what shapes come out
+        if in_stateless_scope():  # while Keras infers shapes
             return tf.zeros(shape, dtype)
         drawn = [
             (self._in_blocks if self._is_large(end - begin) else self._at_once)(initializer, begin, end, dtype)
@@ -123,7 +123,7 @@ class InitialRows:
         return result.finish()
 
     def _count(self, begin: int, end: int) -> int:
-        """Returns how many of these rows are this worker's."""
+        """Returns the number of these rows that are this worker's."""
         rows, *_ = self._sharding.within(self._rank, begin, end)
         return len(range(*rows.indices(end - begin)))
 
@@ -135,8 +135,8 @@ class InitialRows:
 
 
 class _Filled:
-    """A tensor that is written part by part: it is there once, and TensorFlow's own memory, so that what holds it may
-    write to it (of NumPy's it would make a copy).
+    """A tensor that is written part by part. It exists once, in TensorFlow's own memory, so that its holder may write
+    to it (the holder would copy NumPy's memory).
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
@@ -165,12 +165,12 @@ def _draws_row_by_row(initializer: Any) -> bool:
 
 
 class _Rows:
-    """Some rows of a variable, where Keras' `update_step` expects the variable."""
+    """Some rows of a variable, passed to Keras' `update_step` in place of the variable."""
 
     def __init__(self, variable: Any, ids: tf.Tensor, key: Any) -> None:
         self._variable = values_of(variable.value)[0]
         self._ids = ids
-        self._unique_id = key  # by which the optimizer finds its slots
+        self._unique_id = key  # the optimizer finds its slots by this
         self._tensor = tf.gather(self._variable, ids)
         self._is_written = False
         self.dtype = self._variable.dtype
@@ -224,7 +224,7 @@ def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
     key, index = optimizer._var_key(variable), optimizer._get_variable_index(variable)
     weight = _Rows(variable, gradient.indices, key)
     parts = [weight]
-    # Not copy.copy, by which Keras pickles. Past its trackers, for which a slot is a variable.
+    # Not copy.copy, which pickles in Keras. Bypasses Keras' trackers, which expect a slot to be a variable.
     of_rows = object.__new__(optimizer.__class__)
     vars(of_rows).update(vars(optimizer))
     for name, slots in vars(optimizer).items():
@@ -247,7 +247,7 @@ def with_each_id_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def refuse_what_goes_over_all_rows(optimizer: Any, table: Any) -> None:
-    """Raises ConfigurationError for settings of an optimizer that a table with update="rows" does not go with."""
+    """Raises ConfigurationError for settings of an optimizer that do not go with a table with update="rows"."""
     wanted = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
     if wanted:
         raise ConfigurationError(
@@ -258,7 +258,7 @@ def refuse_what_goes_over_all_rows(optimizer: Any, table: Any) -> None:
 
 
 def without_copies(initializer: Any) -> Any:
-    """Returns an initializer of the same values; for one number without the temporary copies of Keras' Constant."""
+    """Returns an initializer of the same values; for a number without the temporary copies of Keras' Constant."""
     import keras
 
     if type(initializer) is not keras.initializers.Constant or np.ndim(initializer.value):

@@ -1,8 +1,8 @@
-"""Prepares a worker of `tfring launch` for its program: one seed for all ranks, and no questions but on rank 0.
+"""Prepares a worker of `tfring launch` for its program: one seed for all ranks, and prompts only on rank 0.
 
-TensorFlow and Keras are imported without collections of garbage (`tfring.imports`).
+TensorFlow and Keras are imported without garbage collection (`tfring.imports`).
 
-It imports nothing of tfring, so that the program finds its own.
+This file imports nothing from tfring, so that the program finds its own.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def _run() -> None:
     if os.environ.get("TFRING_SEED"):
         seeding = _load("_tfring_seeding", _HERE.parents[1] / "seeding.py")
         seeding.apply_from_environment(imports.after_import)
-        del os.environ["TFRING_SEED"]  # what the program starts draws numbers of its own
+        del os.environ["TFRING_SEED"]  # processes that the program starts draw their own numbers
     if os.environ.get("TFRING_RANK", "0") != "0":
         _ask_nothing(os.environ["TFRING_RANK"], imports)
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
-    if spec is not None and spec.loader is not None:  # the one whose place this has taken
+    if spec is not None and spec.loader is not None:  # the file that this one has replaced
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules["sitecustomize"] = module
 
 
 def _leave_path() -> None:
-    """As if this folder had never been on the path; what the program starts is no worker."""
+    """Removes this folder from the path: processes that the program starts are not workers."""
     sys.path[:] = [entry for entry in sys.path if entry != str(_HERE)]
     left = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(_HERE)]
     os.environ["PYTHONPATH"] = os.pathsep.join(left)
@@ -53,7 +53,7 @@ def _load(name: str, file: pathlib.Path) -> Any:
 
 
 def _ask_nothing(rank: str, imports: Any) -> None:
-    """Reports where `input()` ends at once, for standard input is rank 0's; passes by what would stop in a debugger."""
+    """Explains why `input()` ends at once: standard input is rank 0's. Skips calls that would stop in a debugger."""
     original = builtins.input
 
     def input(prompt: object = "", /) -> str:

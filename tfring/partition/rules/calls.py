@@ -1,4 +1,4 @@
-"""Functions, branches and loops: what their bodies give."""
+"""Functions, branches and loops: the results of their bodies."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from tfring.partition.types import (
     own_rows,
 )
 
-_LONGEST = 12  # walks over the body of a loop until its types stay
+_LONGEST = 12  # most walks over the body of a loop until its values no longer change
 
 
 @rule("PartitionedCall", "StatefulPartitionedCall", takes_numbers=True)
 def call(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The results of the function, whose graph has more outputs if TensorFlow has also differentiated it."""
+    """Returns the results of the function. Its graph has more outputs if TensorFlow has also differentiated it."""
     return walk.body(op, ins, "f")[: len(op.outputs)]
 
 
 @rule("IdentityN", takes_numbers=True)
 def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Each input, as a tf.custom_gradient returns it."""
+    """Returns each input, as a tf.custom_gradient does."""
     return list(ins)
 
 
 @rule("If", "StatelessIf", "Case", "StatelessCase", takes_numbers=True)
 def branches(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Joins the results of all branches, if all replicas take the same."""
+    """Joins the results of all branches, if all replicas take the same branch."""
     condition, *arguments = ins
     _decided_alike(walk, condition)
     bodies: list[tuple[str, int | None]] = [("then_branch", None), ("else_branch", None)]
@@ -65,7 +65,7 @@ def branches(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("While", "StatelessWhile", takes_numbers=True)
 def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Walks over the body until the placements of its variables stay."""
+    """Walks over the body until the placements of its variables no longer change."""
     is_same = walk.unchanged(op)
     values = [value if same else _without_numbers(walk, op, value) for value, same in zip(ins, is_same, strict=True)]
     for _ in range(_LONGEST):
@@ -96,7 +96,7 @@ def _decided_alike(walk: Walk, condition: Value) -> None:
 
 
 def _without_numbers(walk: Walk, op: Any, value: Value) -> Value:
-    """Returns a value whose integers may change, as in a loop; of numbers of rows the scale stays."""
+    """Returns a value without known integers, as they may change in a loop. Numbers of rows keep their scale."""
     if value.const is None or value.is_list:
         return value
     scale = value.over(walk.rows)
@@ -106,7 +106,7 @@ def _without_numbers(walk: Walk, op: Any, value: Value) -> Value:
 
 
 def joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
-    """Returns what a value is that is one of two."""
+    """Returns the value of a tensor that is either of two."""
     if a == b:
         return a
     result = _joined(walk, op, position, a, b)
@@ -125,7 +125,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
             return _like_zero(other, value)
     shape = _joined_shape(f"open:{walk.label(op)}/{position}", a.shape, b.shape)
     if own_rows(a, walk.rows) != own_rows(b, walk.rows) and a.placement == b.placement:
-        return Value(shape, Unplaced(op))  # rows, or other rows
+        return Value(shape, Unplaced(op))  # either of different rows
     if a.placement == b.placement and a.scale == b.scale:
         const = a.const if is_same else None
         points = a.points_into if a.points_into == b.points_into else None
@@ -144,7 +144,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
     for value, other in ((a, b), (b, a)):
         if is_replicated(value) and is_drawn(other) and value.scale == other.scale == UNSCALED:
             return dataclasses.replace(other, shape=shape, is_zero=False)
-        # What all replicas hold, beside rows or parts of a mean: as in a sum.
+        # A replicated value combined with parts of a mean, as in a sum.
         if is_replicated(value) and other.placement == Partial() and _is_mean(value, other):
             return kept(walk, other, shape, none_of=None, is_zero=False)
         if is_replicated(value) and is_sharded(other) and value.scale == other.scale == UNSCALED:
@@ -157,7 +157,7 @@ def _is_mean(value: Value, other: Value) -> bool:
 
 
 def _fits(walk: Walk, zero: Value, other: Value) -> bool:
-    """Returns True if zeros may stand where there is another value: as many rows for rows, but for no row numbers."""
+    """Returns True if zeros may replace another value: for rows, the same rows; never for numbers of rows."""
     if other.points_into is not None:
         return False
     if is_sharded(other) and not other.is_list and zero.shape is not None:

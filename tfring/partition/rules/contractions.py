@@ -1,4 +1,4 @@
-"""Products of matrices, Einstein's sums and convolutions: bilinear, and sums over what they contract."""
+"""Matrix products, Einstein sums and convolutions: bilinear operations, with sums over contracted axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tfring.partition.types import (
 
 @rule("MatMul")
 def matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`ik,kj->ij`."""
+    """Computes `ik,kj->ij`."""
     first = "ki" if op.get_attr("transpose_a") else "ik"
     second = "jk" if op.get_attr("transpose_b") else "kj"
     return [_contracted(walk, ins, first, second, "ij")]
@@ -40,7 +40,7 @@ def matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 def batch_matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`...ik,...kj->...ij`; a batch dimension of 1 fits any."""
+    """Computes `...ik,...kj->...ij`. A batch dimension of 1 fits any size."""
     one, other = ins
     refuse_if(one.shape is None or other.shape is None)
     rank = max(one.rank, other.rank) - 2
@@ -64,7 +64,7 @@ def batch_matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Einsum")
 def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Einsum of one or two tensors, without an ellipsis."""
+    """Computes an einsum of one or two tensors, without an ellipsis."""
     equation = op.get_attr("equation")
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     given, result = equation.split("->")
@@ -86,7 +86,7 @@ def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def _contracted(
     walk: Walk, ins: Sequence[Value], first: Sequence[str], second: Sequence[str], result: Sequence[str]
 ) -> Value:
-    """Returns Einstein's sum of two values whose axes have labels."""
+    """Returns the Einstein sum of two values with labeled axes."""
     one, other = ins
     sizes: dict[str, Size] = dict(zip(second, shape_of(other), strict=True))
     for label, size in zip(first, shape_of(one), strict=True):
@@ -100,7 +100,7 @@ def _contracted(
 
 
 def _is_better(walk: Walk, size: Size, other: Size) -> bool:
-    """Returns True if a size says more than another of the same dimension."""
+    """Returns True if a size is more specific than another of the same dimension."""
     return not isinstance(size, Dim) or (rows_in(size, walk.rows) is not None and isinstance(other, Dim))
 
 
@@ -114,7 +114,7 @@ def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], re
         return Replicate()
     rows = [names[shard_of(value).axis] for value, names in sharded]
     if len(sharded) == 2:
-        refuse_if(rows[0] != rows[1])  # each row with each
+        refuse_if(rows[0] != rows[1])  # would combine each row with each
         beside(walk, ins)
         refuse_if(shard_of(ins[0]).blocks != shard_of(ins[1]).blocks and not any(value.is_uniform for value in ins))
         blocks = shard_of(next((v for v in ins if not v.is_uniform), ins[0])).blocks
@@ -122,7 +122,7 @@ def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], re
         [(value, _)] = sharded
         other, theirs = next((v, n) for v, n in zip(ins, labels, strict=True) if v is not value)
         if rows[0] in theirs and other.shape[theirs.index(rows[0])] != 1:  # type: ignore[index]
-            raise NoRule  # this replica's rows with all that others hold
+            raise NoRule  # would combine this replica's rows with all rows
         blocks = shard_of(value).blocks
     return Shard(result.index(rows[0]), blocks) if rows[0] in result else Partial()
 
@@ -134,7 +134,7 @@ _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Conv")
 
 @rule(*_CONVOLUTIONS)
 def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Bilinear in rows and a kernel."""
+    """Computes a convolution, bilinear in rows and a kernel."""
     rows, kernel = ins
     refuse_if(is_sharded(kernel))
     no_extremes(ins)
@@ -153,7 +153,7 @@ _OF_INPUTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNa
 
 @rule(*_OF_INPUTS)
 def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Bilinear in a kernel and the gradients of rows; also a transposed convolution."""
+    """Computes a gradient, bilinear in a kernel and the gradients of rows, or a transposed convolution."""
     sizes, kernel, rows = ins
     refuse_if(not is_sharded(rows) or is_sharded(kernel) or is_partial(kernel) or shard_of(rows).axis)
     assert rows.shape is not None
@@ -164,7 +164,7 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Bilinear in rows and their gradients, a sum over rows."""
+    """Computes a sum over rows, bilinear in rows and their gradients."""
     rows, _, gradients = ins
     refuse_if(not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis)
     scale = scale_of_product(walk, [rows, gradients])

@@ -1,4 +1,4 @@
-"""Operations on each element."""
+"""Element-wise operations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _RATIOS = ("RealDiv", "Div", "DivNoNan")
 _CHOICES = ("Maximum", "Minimum")
 _COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual")
 _SELECTS = ("Select", "SelectV2")
-# The gradient that comes in, in which they are linear, and the others.
+# The position of the incoming gradient, in which they are linear.
 _GRADIENTS = {
     "ReluGrad": 0,
     "Relu6Grad": 0,
@@ -110,7 +110,7 @@ _GRADIENTS = {
 
 @rule(*_LINEAR, takes_numbers=True)
 def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`f(a x + b y) = a f(x) + b f(y)`; not of a Cast that rounds, wraps or asks whether there is any."""
+    """Computes `f` with `f(a x + b y) = a f(x) + b f(y)`; not a Cast that rounds, wraps or tests for nonzero."""
     [value] = ins[:1]
     if value.is_list or value.handle is not None:
         return [value]
@@ -118,7 +118,7 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         sizes = tf.TensorShape(op.get_attr("shape"))
         if sizes.rank is not None and sizes[shard_of(value).axis] is not None:
             raise NoRule  # the number of rows of the whole batch
-    # A replica without such rows has NaN or infinity for what one process has.
+    # A replica without such rows may have NaN or infinity where one process has a number.
     is_checked = op.type.startswith("CheckNumerics")
     refuse_if(is_checked and (bool(kept_rows(value.scale)) or value.placement in (Partial("max"), Partial("min"))))
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
@@ -145,7 +145,7 @@ def _is_exact(given: tf.DType, wanted: tf.DType) -> bool:
 
 
 def _keeps_order(given: tf.DType, wanted: tf.DType) -> bool:
-    """Returns True if a Cast of the largest is the largest Cast, also of what stands for nothing."""
+    """Returns True if a Cast of the maximum is the maximum of Casts, also for the value that stands for no rows."""
     if given.is_integer and wanted.is_integer:
         return bool(wanted.min <= given.min and given.max <= wanted.max)
     return given.is_bool or (wanted.is_floating and not given.is_complex)
@@ -153,7 +153,7 @@ def _keeps_order(given: tf.DType, wanted: tf.DType) -> bool:
 
 @rule("Bitcast")
 def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The same bits of another type, of numbers as large."""
+    """Returns the same bits as another dtype of the same size."""
     [value] = ins
     unscaled(walk, ins)
     refuse_if(op.inputs[0].dtype.size != op.outputs[0].dtype.size)
@@ -162,7 +162,7 @@ def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("OnesLike", "ZerosLike", takes_numbers=True)
 def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The same whatever the input holds."""
+    """Returns a constant, whatever the input holds."""
     [value] = ins
     is_zero = op.type == "ZerosLike"
     if value.is_list or value.handle is not None:
@@ -174,7 +174,7 @@ def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_SUMS)
 def sums(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """All terms of one scale."""
+    """Adds terms of one scale."""
     if any(value.is_list for value in ins):
         return [_of_lists(walk, ins)]
     return [_combined(walk, ins, "sum")]
@@ -182,13 +182,13 @@ def sums(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_PRODUCTS)
 def products(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """One of them a part at most."""
+    """Multiplies factors, at most one of which is a part."""
     return [_combined(walk, ins, "product")]
 
 
 @rule("Cross")
 def cross(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A product of vectors along the last axis."""
+    """Computes cross products of vectors along the last axis."""
     result = _combined(walk, ins, "product")
     refuse_if(is_sharded(result) and shard_of(result).axis == result.rank - 1)
     return [result]
@@ -196,7 +196,7 @@ def cross(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("SquaredDifference")
 def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`(x - y)^2`, of one scale."""
+    """Computes `(x - y)^2` of inputs with one scale."""
     result = _combined(walk, ins, "choice")
     result.scale = times(UNSCALED, result.scale, 2)
     return [result]
@@ -204,7 +204,7 @@ def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
 
 @rule(*_RATIOS)
 def ratios(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Linear in the dividend, but for integers, which it truncates; the divisor is no part."""
+    """Divides; linear in the dividend, except for integers, which are truncated. The divisor must not be a part."""
     if op.outputs[0].dtype.is_integer:
         unscaled(walk, ins)
         return [_combined(walk, ins, "choice")]
@@ -213,7 +213,7 @@ def ratios(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_CHOICES)
 def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The larger or smaller; of a maximum over rows and another that is one, a maximum."""
+    """Computes the larger or smaller input. Two maxima over rows give a maximum over rows."""
     reduced = {"Maximum": "max", "Minimum": "min"}[op.type]
     is_reduced = all(value.placement in (Replicate(), Partial(reduced)) for value in ins)
     if is_reduced and same_scale(walk, ins) == UNSCALED:
@@ -224,7 +224,7 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_COMPARISONS)
 def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Both inputs have one scale, which the result no longer has; not by rows that a mask keeps, which may be none."""
+    """Compares inputs of one scale, which the result does not have; a scale of rows that a mask keeps is rejected."""
     result = _combined(walk, ins, "choice")
     refuse_if(any(name != ROWS for name, _ in result.scale))
     result.scale, result.is_zero = UNSCALED, False
@@ -233,7 +233,7 @@ def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_SELECTS)
 def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A condition for all, or of rows; the others as in a sum."""
+    """Selects by a condition for all, or for each row. The other inputs are treated as in a sum."""
     condition, *others = ins
     if condition.const is not None and condition.const.size == 1 and condition.const.item() in (0, 1):
         chosen, other = others if condition.const.item() else others[::-1]
@@ -251,7 +251,7 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_DEGREES)
 def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`f(c x) = c^k f(x)` for `c > 0`: of rows and of what all replicas hold, but of no part."""
+    """Computes `f` with `f(c x) = c^k f(x)` for `c > 0`, of rows and of replicated values, but not of parts."""
     [value] = ins
     refuse_if(is_partial(value))
     degree = _DEGREES[op.type]
@@ -261,7 +261,7 @@ def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_NONLINEAR)
 def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Inputs are not scaled; a power of a constant exponent is homogeneous."""
+    """Requires inputs without a scale. A power with a constant exponent is homogeneous."""
     if op.type == "Pow" and ins[1].const is not None and ins[1].const.size == 1 and not is_partial(ins[0]):
         exponent = ins[1].const.item()
         if isinstance(exponent, int):
@@ -277,7 +277,7 @@ def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_GRADIENTS)
 def gradients(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Linear in the gradient that comes in."""
+    """Computes a result that is linear in the incoming gradient."""
     position = _GRADIENTS[op.type]
     unscaled(walk, [value for i, value in enumerate(ins) if i != position])
     result = _combined(walk, ins, "product")
@@ -286,7 +286,7 @@ def gradients(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
-    """Returns the result of "sum", "product", "ratio", or "choice" (of one scale, of no part)."""
+    """Returns the result of "sum", "product", "ratio", or "choice" (inputs have one scale and are not parts)."""
     shape = slices.sizes([shape_of(value) for value in ins])
     is_zero = _is_zero(ins, how)
     if any(map(is_sharded, ins)):
@@ -317,7 +317,7 @@ def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
 
 
 def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bool]:
-    """Returns the placement of a result of which some inputs have rows, and whether its rows are alike."""
+    """Returns the placement of a result for which some inputs have rows, and whether its rows are equal."""
     refuse_if(any(is_partial(value) and not value.is_zero for value in ins))
     beside(walk, ins)
     sharded = [value for value in ins if is_sharded(value)]
@@ -332,7 +332,7 @@ def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bo
             refuse_if(shard_of(value).blocks != blocks and not value.is_uniform)
             is_uniform = is_uniform and value.is_uniform
         elif size != 1:
-            # As long as the rows: all replicas hold it, where each should hold its part.
+            # As long as all rows: all replicas hold it, but each should hold only its part.
             raise NoRule
     return Shard(axis, blocks), is_uniform
 
@@ -346,7 +346,7 @@ def _of_lists(walk: Walk, ins: Sequence[Value]) -> Value:
     first = filled[0]
     refuse_if(any((value.placement, value.scale) != (first.placement, first.scale) for value in filled))
     lengths = [value.shape[0] for value in ins if value.shape]
-    if first.shape and isinstance(first.shape[0], Dim):  # all are as long
+    if first.shape and isinstance(first.shape[0], Dim):  # all have the same length
         length = next((size for size in lengths if not _is_new(size)), first.shape[0])
         return dataclasses.replace(first, shape=(length, *first.shape[1:]))
     return first

@@ -1,4 +1,4 @@
-"""Rows by their numbers: lookups, their gradients, segments, masks."""
+"""Operations on rows by their numbers: lookups, their gradients, segments, masks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tfring.partition.types import (
 
 @rule("Range")
 def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers of this replica's rows, where it ends with their number."""
+    """Returns the numbers of this replica's rows, if the limit is their number."""
     begin, end, step = (None if value.const is None else value.const.item() for value in ins)
     refuse_if(not all(map(is_replicated, ins)))
     rows = rows_in(end, walk.rows)
@@ -54,7 +54,7 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _origin(walk: Walk, mask: Any) -> str:
-    """Returns what two masks have in common that keep the same rows, as far as it is seen."""
+    """Returns a key that is the same for masks that are recognized to keep the same rows."""
     while mask.op.type in ("Identity", "Reshape", "Squeeze"):
         mask = mask.op.inputs[0]
     return f"{walk.label(mask.op)}:{mask.value_index}"
@@ -62,7 +62,7 @@ def _origin(walk: Walk, mask: Any) -> str:
 
 @rule("Where")
 def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers of the rows of this replica that a mask keeps."""
+    """Returns the numbers of the rows of this replica that a mask keeps."""
     [value] = ins
     unscaled(walk, ins)
     if is_replicated(value):
@@ -77,7 +77,7 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("OneHot")
 def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A new last dimension."""
+    """Adds a last dimension."""
     value = ins[0]
     unscaled(walk, [value, *ins[2:]])
     depth = None if ins[1].const is None else ins[1].const.item()
@@ -90,7 +90,7 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("GatherV2", "Gather", takes_numbers=True)
 def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Rows of a table by ids; or of this replica's rows by their numbers."""
+    """Gathers rows of a table by ids, or this replica's rows by their numbers."""
     value, ids = ins[:2]
     if value.shape is None or ids.shape is None or (op.type == "GatherV2" and ins[2].const is None):
         raise NoRule
@@ -117,7 +117,7 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple) -> Value:
-    """Returns what each row's ids choose of the row."""
+    """Returns the entries of each row that the row's ids select."""
     if is_sharded(value) and is_sharded(ids):
         refuse_if(value.placement != ids.placement or shard_of(value).axis >= batch)
         with_numbers([ids])
@@ -128,7 +128,7 @@ def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple)
 
 @rule("ResourceGather", "ResourceGatherNd")
 def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Rows of a variable by ids."""
+    """Gathers rows of a variable by ids."""
     handle, ids = ins
     content = walk.contents.get(handle.handle, Value(None))
     unscaled(walk, [ids])
@@ -142,7 +142,7 @@ def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("GatherNd")
 def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Entries by their indices."""
+    """Gathers entries by their indices."""
     value, ids = ins
     unscaled(walk, [ids])
     if ids.shape is None or value.shape is None or not isinstance(ids.shape[-1], int):
@@ -157,7 +157,7 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("UnsortedSegmentSum", takes_numbers=True)
 def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Adds up rows by ids: a part of the sum over all rows; or rows back to where they were gathered."""
+    """Adds up rows by ids: a part of the sum over all rows, or gathered rows at their original positions."""
     value, ids, count = ins
     with_numbers([value])
     no_extremes([value])
@@ -194,7 +194,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TensorScatterAdd", "TensorScatterSub")
 def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Adds rows at indices to what there is: where those are of a batch, a part beside what all hold."""
+    """Adds rows at indices to a tensor. Rows of a batch give a part, combined with a part or zeros."""
     value, ids, updates = ins
     no_extremes(ins)
     unscaled(walk, [ids])
@@ -209,7 +209,7 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
 
 @rule("DenseBincount", "Bincount")
 def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Counts, or adds up weights: a part of the whole; or for each row."""
+    """Counts or adds up weights: a part of the sum over all rows, or for each row."""
     value = ins[0]
     unscaled(walk, [value])
     replicated(walk, ins[1:2])
@@ -220,7 +220,7 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if not is_sharded(value):
         return [Value(walk.shape(op.outputs[0]), scale=scale)]
     if op.type == "Bincount" or value.placement == Shard(value.rank - 1):
-        refuse_if(op.type == "DenseBincount" and op.get_attr("binary_output"))  # whether there is any, which is no sum
+        refuse_if(op.type == "DenseBincount" and op.get_attr("binary_output"))  # a test, not a sum
         return [Value(walk.shape(op.outputs[0]), Partial(), scale)]
     refuse_if(value.placement != Shard(0))
     assert value.shape is not None
@@ -229,7 +229,7 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("HistogramFixedWidth")
 def histogram(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Counts: a part of those of all rows."""
+    """Counts: a part of the counts over all rows."""
     value, *bins = ins
     unscaled(walk, [value])
     replicated(walk, bins)
@@ -238,7 +238,7 @@ def histogram(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("LowerBound", "UpperBound", "SearchSorted")
 def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Each value by itself, among those that are sorted: for all, or each row's."""
+    """Searches each value in sorted values: the same ones for all, or those of each row."""
     unscaled(walk, ins)
     beside(walk, ins)
     is_of_rows = is_sharded(ins[0]) or (is_sharded(ins[1]) and shard_of(ins[1]).axis != ins[1].rank - 1)
@@ -251,5 +251,5 @@ def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     *("UnsortedSegmentProd", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"),
 )
 def of_all(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Looks at all entries together."""
+    """Combines all entries, so there is no rule."""
     raise NoRule

@@ -1,4 +1,4 @@
-"""The same numbers in another shape or order: views, joins, cuts, repetitions."""
+"""Operations that change the shape or order of elements: views, concatenation, slices, repetition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tfring.partition.types import (
 
 @rule("Reshape", takes_numbers=True)
 def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Rows stay rows where what is before them stays before them."""
+    """Reshapes. Rows stay rows if the dimensions before them stay before them."""
     value, sizes = ins
     if sizes.const is None or value.shape is None:
         if not is_sharded(value) and sizes.const is None:
@@ -70,7 +70,7 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
             return Shard(0, blocks)
         raise NoRule
     found = [i for i, size in enumerate(shape) if rows is not None and rows in dims.symbols(size)]
-    refuse_if(not found)  # rows become columns, or their number is taken to be fixed
+    refuse_if(not found)  # rows become columns, or their number is assumed to be fixed
     before = dims.multiply(dims.product(value.shape[:axis]), blocks)
     outer = dims.divide(before, dims.product(shape[: found[0]]))
     refuse_if(outer is None or dims.divide(shape[found[0]], dims.multiply(outer, dims.symbol(rows or ""))) is None)
@@ -79,7 +79,7 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
 
 @rule("ExpandDims", takes_numbers=True)
 def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """One dimension more."""
+    """Adds a dimension."""
     value, axis = ins
     if axis.const is None or value.shape is None:
         raise NoRule
@@ -90,10 +90,10 @@ def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Squeeze", takes_numbers=True)
 def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Without dimensions of 1."""
+    """Removes dimensions of 1."""
     [value] = ins
     sizes, given = shape_of(value), op.get_attr("squeeze_dims")
-    refuse_if(not given and is_sharded(value))  # of a replica that has one row it would take the dimension of rows
+    refuse_if(not given and is_sharded(value))  # would remove the dimension of rows on a replica with one row
     gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(sizes) if size == 1}
     shape = tuple(size for i, size in enumerate(sizes) if i not in gone)
     placement = _moved(value, lambda rows: rows - sum(axis < rows for axis in gone))
@@ -102,7 +102,7 @@ def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Transpose", takes_numbers=True)
 def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Dimensions in another order."""
+    """Permutes dimensions."""
     value, permutation = ins
     if permutation.const is None or value.shape is None:
         raise NoRule
@@ -112,13 +112,13 @@ def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _moved(value: Value, move: Any) -> Placement:
-    """Returns the placement with the axis of rows, if there is one, where `move` says."""
+    """Returns the placement with the axis of rows, if there is one, mapped by `move`."""
     return Shard(move(shard_of(value).axis), shard_of(value).blocks) if is_sharded(value) else value.placement
 
 
 @rule("ConcatV2")
 def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along another axis than that of rows; or blocks of rows one after another."""
+    """Concatenates along an axis other than that of rows, or blocks of rows one after another."""
     *values, axis = ins
     refuse_if(axis.const is None or any(value.shape is None for value in values))
     at = int(axis.const) % values[0].rank
@@ -136,7 +136,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         is_even = all(block == blocks[0] for block in blocks)
         return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), same_scale(walk, values))]
     if any(is_sharded(value) and shard_of(value).axis == at for value in values):
-        raise NoRule  # rows beside what each replica would add once more
+        raise NoRule  # each replica would add the replicated values once more
     known = {i: mine for i, mine in enumerate(shape) if i != at}
     if size is not None:
         known[at] = size
@@ -145,7 +145,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _blocks(value: Value, axis: int) -> Sequence[Size]:
-    """Returns the sizes of the blocks of rows that lie one after another."""
+    """Returns the sizes of the consecutive blocks of rows."""
     blocks = shard_of(value).blocks
     if isinstance(blocks, tuple):
         return blocks
@@ -156,7 +156,7 @@ def _blocks(value: Value, axis: int) -> Sequence[Size]:
 
 @rule("Pack")
 def pack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along a new axis."""
+    """Stacks along a new axis."""
     refuse_if(any(value.shape is None for value in ins))
     at = op.get_attr("axis") % (ins[0].rank + 1)
     placement, scale = _joined(walk, ins)
@@ -168,7 +168,7 @@ def pack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
-    """Returns placement and scale of values that lie side by side."""
+    """Returns the placement and scale of concatenated or stacked values."""
     sharded = [value for value in values if is_sharded(value)]
     if not sharded:
         return summed(walk, values)
@@ -189,7 +189,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
 
 @rule("Unpack")
 def unpack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along another axis than that of rows."""
+    """Unstacks along an axis other than that of rows."""
     [value] = ins
     sizes = shape_of(value)
     at = op.get_attr("axis") % value.rank
@@ -200,7 +200,7 @@ def unpack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Split", "SplitV")
 def split(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along another axis than that of rows, or into the blocks of rows."""
+    """Splits along an axis other than that of rows, or into the blocks of rows."""
     axis, value = (ins[0], ins[1]) if op.type == "Split" else (ins[2], ins[0])
     if axis.const is None or value.shape is None:
         raise NoRule
@@ -218,7 +218,7 @@ def split(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Other dimensions than that of rows."""
+    """Pads dimensions other than that of rows."""
     value, paddings = ins[:2]
     if paddings.const is None or value.shape is None:
         raise NoRule
@@ -241,7 +241,7 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp")
 def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along other axes than that of rows."""
+    """Operates along axes other than that of rows."""
     value, axes = ins[0], ins[-1]
     refuse_if(axes.const is None or not value.shape)
     over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
@@ -255,12 +255,12 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, value.shape, is_uniform=False, is_zero=value.is_zero and is_linear)]
 
 
-# -- from one to many --------------------------------------------------------------------------------------------------
+# -- repetition --------------------------------------------------------------------------------------------------------
 
 
 @rule("BroadcastTo")
 def broadcast_to(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Repeats a value; for each row, if the shape has rows."""
+    """Repeats a value, for each row if the shape has rows."""
     value, sizes = ins
     return [_of_shape(walk, op, value, sizes)]
 
@@ -273,7 +273,7 @@ def fill(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _of_shape(walk: Walk, op: Any, value: Value, sizes: Value) -> Value:
-    """Returns a value that is broadcast to sizes, which may not be known."""
+    """Returns a value broadcast to sizes, which may not be known."""
     if sizes.const is not None:
         return _repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)
     refuse_if(is_sharded(value))
@@ -284,7 +284,7 @@ def _of_shape(walk: Walk, op: Any, value: Value, sizes: Value) -> Value:
 
 
 def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | None) -> Value:
-    """Returns a value that is broadcast to a shape, of the whole batch or of this replica's rows."""
+    """Returns a value broadcast to a shape, of the whole batch or of this replica's rows."""
     sizes = shape_of(value)
     if is_total and not is_sharded(value):
         return kept(walk, value, tuple(shape))
@@ -292,7 +292,7 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        refuse_if(shape[axis + offset] != sizes[axis])  # as many as what all replicas hold
+        refuse_if(shape[axis + offset] != sizes[axis])  # the shape has a different number of rows
         return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
     if not with_rows:
         return kept(walk, value, tuple(shape))
@@ -304,7 +304,7 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
 
 @rule("Tile")
 def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Repeats along axes; for each row, if a number of times is that of rows."""
+    """Repeats along axes; for each row, if a multiple is the number of rows."""
     value, multiples = ins
     if multiples.const is None or value.shape is None:
         raise NoRule
@@ -324,12 +324,12 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [_repeated(walk, value, shape, multiples.is_total)]
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- slices ------------------------------------------------------------------------------------------------------------
 
 
 @rule("StridedSlice", takes_numbers=True)
 def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Cuts other dimensions than that of rows."""
+    """Slices dimensions other than that of rows."""
     value, *limits = ins
     sizes = shape_of(value)
     if any(limit.const is None for limit in limits):
@@ -359,21 +359,21 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 
 def _length(part: slices.Part, size: Size) -> Size:
-    """Returns how many entries of a dimension are taken."""
+    """Returns the number of entries of a dimension that are taken."""
     if isinstance(size, int) and all(isinstance(n, int) or n is None for n in part[1:]):
         return len(range(*slice(part.begin, part.end, part.stride).indices(size)))
     return size if _is_all(part, size) else None
 
 
 def _is_all(part: slices.Part, size: Size) -> bool:
-    """Returns True if a dimension of this size is taken as it is."""
+    """Returns True if all entries of a dimension of this size are taken."""
     is_one_by_one = part.kind in ("all", "some") and part.stride == 1
     return is_one_by_one and part.begin in (None, 0) and part.end in (None, size)
 
 
 @rule("StridedSliceGrad")
 def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Puts a slice back among zeros."""
+    """Puts a slice back into zeros."""
     sizes, begin, end, strides, value = ins
     if sizes.const is None:
         refuse_if(is_sharded(value))
@@ -396,7 +396,7 @@ def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Va
 
 @rule("Slice")
 def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Cuts other dimensions than that of rows, or takes one of several blocks of rows."""
+    """Slices dimensions other than that of rows, or takes one of several blocks of rows."""
     value, begin, size = ins
     if value.shape is None:
         raise NoRule
@@ -432,7 +432,7 @@ def _block(blocks: Sequence[Size], axis: int, begin: Size, size: Size) -> Shard:
 
 @rule("MatrixDiagV3", "MatrixDiagPartV3", "MatrixDiag", "MatrixDiagPart", "MatrixBandPart", "MatrixSetDiagV3")
 def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """In the last dimensions."""
+    """Reads or sets diagonals and bands in the last dimensions."""
     value = ins[0]
     if value.shape is None:
         raise NoRule
@@ -442,7 +442,7 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         placement, scale = _joined(walk, ins[:2])
         return [Value(value.shape, placement, scale)]
     padding = ins[-1] if op.type in ("MatrixDiagV3", "MatrixDiagPartV3") else None
-    if padding is not None and not padding.is_zero:  # stands beside the values
+    if padding is not None and not padding.is_zero:  # is combined with the values
         replicated(walk, [padding])
         unscaled(walk, [value, padding])
         refuse_if(is_partial(value))

@@ -1,4 +1,4 @@
-"""Lists of tensors, with which TensorFlow makes loops: a list is placed as the tensor of its stacked items."""
+"""Lists of tensors, which TensorFlow uses in loops: a list has the placement of its stacked items."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sh
 
 @rule("TensorListReserve", "EmptyTensorList")
 def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Nothing yet."""
+    """Creates a list without items."""
     count = ins[1].const
     refuse_if(count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total)  # an item for each row
     length = (count.item(),) if count is not None and op.type == "TensorListReserve" else None
@@ -23,7 +23,7 @@ def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TensorListFromTensor")
 def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The items along the first axis."""
+    """Creates a list of the items along the first axis."""
     value = ins[0]
     refuse_if(is_sharded(value) and shard_of(value).axis == 0)  # an item for each row
     return [Value(value.shape, value.placement, scale_of(walk, value), is_zero=value.is_zero, is_list=True)]
@@ -31,7 +31,7 @@ def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TensorListSetItem", "TensorListPushBack")
 def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """An item like those that are there."""
+    """Puts an item like the others into a list."""
     items, item = ins[0], ins[2 if op.type == "TensorListSetItem" else 1]
     if op.type == "TensorListSetItem":
         replicated(walk, [ins[1]])
@@ -42,7 +42,7 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     length = items.shape[0] if items.shape else dims.symbol(f"open:{walk.label(op)}/length")
     shape = None if item.shape is None else (length, *item.shape)
     is_same = same_numbers(items.const, item.const) and items.is_total == item.is_total
-    is_pushed = op.type == "TensorListPushBack"  # of others, items that nothing was put in are zeros
+    is_pushed = op.type == "TensorListPushBack"  # otherwise items that have not been set are zeros
     if item.const is not None and is_pushed and (is_new or is_same):
         return [Value(shape, placement, const=item.const, is_list=True, is_total=item.is_total)]
     is_alike = items.placement == placement or (is_replicated(item) and not is_sharded(items))
@@ -55,7 +55,7 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TensorListGetItem", "TensorListStack", "TensorListPopBack")
 def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """An item, all of them stacked, or the last and the others."""
+    """Returns an item, all items stacked, or the other items and the last."""
     items = ins[0]
     if op.type == "TensorListGetItem":
         replicated(walk, [ins[1]])
@@ -81,7 +81,7 @@ def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TensorListLength", "TensorListElementShape")
 def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers that are the same on all replicas, or those of a shape."""
+    """Returns numbers that are the same on all replicas, or the shape of an item."""
     [items] = ins[:1]
     if op.type == "TensorListElementShape" and items.shape is not None and not items.is_empty:
         return [Value((items.rank - 1,), const=array(list(items.shape[1:])))]
@@ -90,20 +90,20 @@ def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("OptionalFromValue", takes_numbers=True)
 def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A value that a branch hands to its gradient, as a list of one item."""
+    """Returns a value that a branch passes to its gradient, as a list with one item."""
     refuse_if(len(ins) != 1)
     return [dataclasses.replace(ins[0], is_list=True)]
 
 
 @rule("OptionalNone")
 def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Nothing, from the branch that is not taken."""
+    """Returns an empty list, from the branch that is not taken."""
     return [Value(None, is_list=True, is_empty=True)]
 
 
 @rule("OptionalGetValue", takes_numbers=True)
 def optional_value(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The value, in the branch that had it."""
+    """Returns the value, in the branch that had it."""
     [value] = ins
     refuse_if(value.is_empty or len(op.outputs) != 1)
     return [dataclasses.replace(value, is_list=False)]

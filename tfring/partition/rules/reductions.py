@@ -1,4 +1,4 @@
-"""Reductions over axes, with rows among them or not."""
+"""Reductions over axes, including or excluding that of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OVER_ROWS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "All": "m
 
 @rule(*_OVER_ROWS, "Prod", "EuclideanNorm")
 def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A sum over rows is a part of the whole; a mean is one of scale n^1."""
+    """Reduces over axes. A sum over rows is a part of the full sum; a mean is a part with scale n^1."""
     value, axes = ins
     if value.shape is None or axes.const is None:
         raise NoRule
@@ -49,17 +49,17 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape)]
     if op.type == "Prod" and over:
         unscaled(walk, [value])
-    is_zero = value.is_zero and (op.type in ("Sum", "Mean") or not over)  # others of nothing are none
+    is_zero = value.is_zero and (op.type in ("Sum", "Mean") or not over)  # other reductions of no entries are not 0
     if not is_sharded(value):
         return [kept(walk, value, shape, is_zero=is_zero)]
     axis = shard_of(value).axis
     if axis not in over:
         axis -= 0 if keeps else sum(other < axis for other in over)
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_zero=is_zero)]
-    refuse_if(op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer))  # which rounds
+    refuse_if(op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer))  # rounds
     scale = scale_of(walk, value)
     if op.type == "Mean":
-        # Of other axes a replica holds as much as there is.
+        # Along other axes a replica holds all entries.
         count = value.shape[axis]
         per_count = Value((), const=_scalar(count)).over(walk.rows)
         if per_count is None or rows_in(count, walk.rows) is None:
@@ -78,7 +78,7 @@ def _scalar(size: Any) -> Any:
 
 @rule("L2Loss")
 def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Half the sum of squares."""
+    """Computes half the sum of squares."""
     [value] = ins
     refuse_if(is_partial(value))
     scale = scale_of_power(walk, value, 2)
@@ -87,7 +87,7 @@ def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("ArgMax", "ArgMin")
 def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Along another axis than that of rows."""
+    """Finds the index of the largest or smallest entry along an axis other than that of rows."""
     value, axis = ins
     if is_partial(value) or axis.const is None or not value.shape:
         raise NoRule
@@ -102,7 +102,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("BiasAddGrad")
 def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A sum over all axes but the channels'."""
+    """Sums over all axes except that of the channels."""
     [value] = ins
     refuse_if(value.shape is None)
     no_extremes(ins)

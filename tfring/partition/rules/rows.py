@@ -22,7 +22,7 @@ from tfring.partition.rules.table import (
 )
 from tfring.partition.types import UNSCALED, Partial, Replicate, Value, is_partial, is_sharded, times
 
-# The inputs that have rows along the first axis, and in which of them the operation is linear; None for none.
+# The inputs with rows along the first axis, and the input in which the operation is linear; None for none.
 _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
     "AdjustContrastv2": ((0,), None),
     "AdjustHue": ((0,), None),
@@ -65,23 +65,23 @@ _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
     "LookupTableFindV2": ((1,), None),
 }
 _INNER = {"AdjustContrastv2": 3}  # the last dimensions, which belong together
-# Attributes with other values have it look at all rows together.
+# With other values of these attributes, the operation combines all rows.
 _OF_EACH_ROW = {
     "MaxPoolWithArgmax": [("include_batch_in_index", False)],
     "QuantizeAndDequantizeV4": [("range_given", True)],
 }
 _LIKE_FIRST = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits", "MaxPoolGrad", "StringLower")
-# Every element by itself, wherever rows are.
+# Element-wise operations: any axis may be that of rows.
 _ANY_AXIS = ("AsString", "StringLower", "StringToHashBucketFast", "StringToNumber", "LookupTableFindV2", "DecodeRaw")
 
 
 @rule(*_BY_ROW)
 def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Each row of the result from the same rows of the inputs."""
+    """Computes each row of the result from the same rows of the inputs."""
     positions, linear = _BY_ROW[op.type]
     refuse_if(any(op.get_attr(name) is not wanted for name, wanted in _OF_EACH_ROW.get(op.type, ())))
     if op.type == "ImageProjectiveTransformV3" and not ins[3].is_zero:
-        linear = None  # beside what is filled in
+        linear = None  # combined with the fill value
     rest = [value for i, value in enumerate(ins) if i != linear]
     refuse_if(any(is_sharded(value) for i, value in enumerate(ins) if i not in positions))
     unscaled(walk, [value for value in rest if value.handle is None])
@@ -110,7 +110,7 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("BiasAdd", "BiasAddV1")
 def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """A sum along the channels."""
+    """Adds a bias along the channels."""
     value, bias = ins
     refuse_if(is_sharded(bias))
     if is_sharded(value):
@@ -124,7 +124,7 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("AvgPoolGrad", "AvgPool3DGrad")
 def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Linear in the gradient that comes in."""
+    """Computes a gradient that is linear in the incoming gradient."""
     sizes, value = ins
     no_extremes([value])
     refuse_if(is_sharded(value) and shard_of(value).axis)
@@ -134,7 +134,7 @@ def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Val
 
 @rule("Softmax", "LogSoftmax", "TopKV2", "NthElement", "FFT", "RFFT", "IRFFT", "FFT2D", "IFFT2D")
 def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Combines the last axis, which is not that of rows."""
+    """Combines entries along the last axis, which must not be that of rows."""
     value = ins[0]
     unscaled(walk, ins)
     shape = shape_of(value)
@@ -155,7 +155,7 @@ _OF_MATRICES = (
 
 @rule(*_OF_MATRICES)
 def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Each matrix in the last two dimensions by itself."""
+    """Computes results for each matrix in the last two dimensions."""
     unscaled(walk, ins)
     beside(walk, ins)
     value = ins[0]
@@ -171,7 +171,7 @@ def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("ComplexAbs", "Angle")
 def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The size of a complex number scales, its angle does not."""
+    """Computes the absolute value of complex numbers, which has their scale, or the angle, which has none."""
     [value] = ins
     refuse_if(is_partial(value))
     scale = scale_of_power(walk, value, 1 if op.type == "ComplexAbs" else 0)
@@ -180,7 +180,7 @@ def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Complex")
 def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Linear in both parts."""
+    """Combines real and imaginary parts, linear in both."""
     unscaled(walk, ins)
     beside(walk, ins)
     refuse_if(any(value.placement != ins[0].placement for value in ins))
@@ -189,6 +189,6 @@ def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Assert")
 def assert_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The same on all replicas, or for all rows; what is shown on failure is the replica's."""
+    """Asserts a condition that is the same on all replicas, or one for all rows. A failure shows the replica's data."""
     refuse_if(ins[0].placement not in (Replicate(), Partial("min")) or scale_of(walk, ins[0]) != UNSCALED)
     return []

@@ -29,7 +29,7 @@ _LOOKED_AT = 64
 
 @rule("Const")
 def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The same on all replicas."""
+    """Returns a constant, the same on all replicas."""
     [output] = op.outputs
     value = Value(tuple(output.shape.as_list()), const=constants.of_constant(op))
     if (output.dtype.is_floating or output.dtype.is_integer) and output.shape.num_elements() <= _LOOKED_AT:
@@ -39,7 +39,7 @@ def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("ReadVariableOp")
 def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The value that the step wrote last; before that the same on all replicas."""
+    """Returns the value that the step wrote last, or before any write a value that is the same on all replicas."""
     [handle] = ins
     content = walk.contents.get(handle.handle)
     shape = walk.shape(op.outputs[0])
@@ -51,7 +51,7 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("AssignVariableOp")
 def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The variable holds the value; one that an optimizer updates, or nothing synchronizes, that of one process."""
+    """Assigns a value. Variables that optimizers update, or nothing synchronizes, need the value of one process."""
     handle, value = ins
     if handle.handle in walk.written_alike:
         replicated(walk, [value])
@@ -64,7 +64,7 @@ def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("AssignAddVariableOp", "AssignSubVariableOp")
 def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The variable holds the sum, if it is one of the whole batch."""
+    """Adds to a variable, if the sum is one of the whole batch."""
     handle, value = ins
     before = walk.contents.get(handle.handle, Value(None))
     no_extremes([before, value])
@@ -85,15 +85,15 @@ DRAWS = (
 
 
 def _draws_alike(op: Any) -> bool:
-    """Returns True if replicas that draw by themselves would draw the same, as of a seed that the program gives."""
+    """Returns True if replicas that draw by themselves would draw the same numbers because the program sets a seed."""
     return op.op_def.is_stateful and any(op.get_attr(name) for name in ("seed", "seed2"))
 
 
 @rule(*DRAWS)
 def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers of each replica's own, for its rows or for all of them; of a seed those for all rows."""
+    """Draws separate numbers on each replica, for its rows or for all rows; with a seed, those for all rows."""
     sizes = ins[0]
-    # Seeds, limits and the parameters of a distribution, of which there may be one for each row.
+    # Seeds, limits and the parameters of a distribution, possibly one for each row.
     replicated(walk, [value for value in ins[1:] if not is_drawn(value)])
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
     of_all = Drawn() if is_own else Replicate()
@@ -104,7 +104,7 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = tuple(np.ravel(sizes.const).tolist())
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     with_rows = [] if sizes.is_total else with_rows
-    refuse_if(with_rows and (not is_own or _draws_alike(op)))  # each would draw those of the first rows
+    refuse_if(with_rows and (not is_own or _draws_alike(op)))  # each would draw the numbers of the first rows
     refuse_if(len(with_rows) > 1)
     shape = walk.shape(op.outputs[0], dict(enumerate(shape))) or shape
     return [Value(shape, Shard(with_rows[0]) if with_rows else of_all)]
@@ -115,7 +115,7 @@ SHUFFLES = ("RandomShuffle", "Multinomial", "StatelessShuffle", "StatelessMultin
 
 @rule(*SHUFFLES)
 def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Among all rows."""
+    """Shuffles or samples among all rows."""
     if op.type == "Multinomial" and ins[0].placement == Shard(0) and not _draws_alike(op):
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
@@ -128,7 +128,7 @@ def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("TfringAllReduce")
 def all_reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The sum over replicas: of parts, or of what all hold."""
+    """Sums over replicas: parts, or replicated values."""
     given = [
         value for value, tensor in zip(ins, op.inputs, strict=True) if tensor.dtype.name not in ("resource", "bool")
     ]

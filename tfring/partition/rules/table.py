@@ -1,4 +1,4 @@
-"""The table of rules, and what rules share: how scales combine, what a rule raises."""
+"""The table of rules, and functions that rules share: combinations of scales, and checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tfring.partition.types import (
 
 
 class NoRule(Exception):
-    """Nothing of the whole batch, or nothing that is known, comes of such values by the operation."""
+    """The operation gives no known result of the whole batch for such values."""
 
 
 class Walk(Protocol):
@@ -35,10 +35,10 @@ class Walk(Protocol):
 
     Attributes:
       rows: The symbols of rows.
-      contents: Of each variable that the step has written, what it holds.
-      written_alike: The handles of variables that are written with the value of one process, since nothing makes them
+      contents: A dict that maps each variable that the step has written to its value.
+      written_alike: The handles of variables that are written with the value of one process, because nothing makes them
         the same on all replicas after the step, or a branch or loop reads them.
-      updated: The handles of variables that operations of tfring's own read or write, such as an optimizer's.
+      updated: The handles of variables that tfring's own operations read or write, such as those of an optimizer.
     """
 
     rows: set[str]
@@ -49,19 +49,19 @@ class Walk(Protocol):
     def shape(
         self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
     ) -> tuple[Size, ...] | None:
-        """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
+        """Returns the sizes of an output: known ones, static ones, those of `like`, or new symbols."""
 
     def new_rows(self, op: Any, of: Any = None) -> str:
-        """Returns a new symbol of rows, which an operation makes."""
+        """Returns a symbol for rows that an operation makes. The same `of` gives the same symbol."""
 
     def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
-        """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
+        """Walks the function of an attribute of an operation, or one function of several; returns its outputs."""
 
     def label(self, op: Any) -> str:
-        """Returns what an operation is called in symbols: alike of twins, another in each call of a function."""
+        """Returns the name of an operation in symbols: the same for twins, different for each call of a function."""
 
     def unchanged(self, op: Any) -> list[bool]:
-        """Returns for each variable of a loop whether its body hands it on as it is."""
+        """Returns for each variable of a loop whether its body returns it unchanged."""
 
 
 Rule = Callable[[Walk, Any, Sequence[Value]], list[Value]]
@@ -73,9 +73,9 @@ def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
     """Adds a rule for operations of these types to the table.
 
     Args:
-      *types: Of the operations.
-      takes_numbers: Whether the rule is for numbers of rows, too, which begin at each replica's first: it says which
-        results are such numbers. Any other is given those of the whole batch.
+      *types: Types of the operations.
+      takes_numbers: Whether the rule accepts numbers of rows counted from each replica's first row, and determines
+        which results are such numbers. Other rules get numbers of rows of the whole batch.
     """
 
     def add(function: Rule) -> Rule:
@@ -92,20 +92,20 @@ def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
 
 
 def refuse_if(condition: Any) -> None:
-    """Raises NoRule where a condition holds."""
+    """Raises NoRule if a condition is true."""
     if condition:
         raise NoRule
 
 
 def shape_of(value: Value) -> tuple[Size, ...]:
-    """Returns the shape of a value; raises NoRule where it is not known."""
+    """Returns the shape of a value; raises NoRule if it is not known."""
     if value.shape is None:
         raise NoRule
     return value.shape
 
 
 def scale_of(walk: Walk, value: Value) -> Scale:
-    """Returns the scale of a value, also of numbers of rows."""
+    """Returns the scale of a value, including that of numbers of rows."""
     found = value.over(walk.rows)
     if found is None:
         raise NoRule
@@ -113,23 +113,23 @@ def scale_of(walk: Walk, value: Value) -> Scale:
 
 
 def unscaled(walk: Walk, values: Iterable[Value]) -> None:
-    """Raises NoRule unless all values are those of the whole batch, or rows of it."""
+    """Raises NoRule unless all values are those of the whole batch, or rows of them."""
     for value in values:
         refuse_if(is_partial(value))
         refuse_if(not value.is_zero and scale_of(walk, value) != UNSCALED)
 
 
 def replicated(walk: Walk, values: Iterable[Value]) -> None:
-    """Raises unless all replicas hold these values, as one process does."""
+    """Raises NoRule unless all replicas hold these values of one process."""
     values = list(values)
     refuse_if(any(map(is_sharded, values)))
     unscaled(walk, values)
 
 
 def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
-    """Returns placement and scale of a sum, or another linear combination, of values without rows.
+    """Returns the placement and scale of a sum, or another linear combination, of values without rows.
 
-    `T` on all replicas is `sum_i t_i (n_i / n)` with `t_i = T`: beside a mean over rows it stands for one.
+    `T` on all replicas is `sum_i t_i (n_i / n)` with `t_i = T`, so it can be added to a mean over rows.
     """
     counted = _counted(values)
     parts = [value for value in counted if is_partial(value)]
@@ -148,22 +148,22 @@ def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
 
 
 def _is_mean_of(scale: Scale, mine: Scale) -> bool:
-    """Returns True if a part of this scale may be what all replicas hold in scale `mine`.
+    """Returns True if a replicated value with scale `mine` is also a part with this scale.
 
-    Not a mean of rows that a mask keeps: there may be none, and then no replica holds it.
+    It is not a mean over rows that a mask keeps: if there are none, no replica holds it.
     """
     return times(scale, mine, -1) == PER_MEAN
 
 
 def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
-    """Returns the one scale of values; zeros fit any."""
+    """Returns the common scale of values. Zeros fit any scale."""
     counted = _counted(values)
     scales = {scale_of(walk, value) for value in counted}
     refuse_if(len(scales) > 1)
     scale = scales.pop() if scales else UNSCALED
     is_mixed = any(map(is_replicated, counted)) and not all(map(is_replicated, counted))
     if is_mixed and kept_rows(scale) - {own_rows(value, walk.rows) for value in counted}:
-        raise NoRule  # a replica that has none of these rows holds zeros of one, and no zero of the other
+        raise NoRule  # a replica with none of these rows holds zeros of one, but not of the other
     return scale
 
 
@@ -192,14 +192,14 @@ def _counted(values: Iterable[Value]) -> list[Value]:
 def kept(
     walk: Walk, value: Value, shape: tuple[Size, ...] | None, placement: Placement | None = None, **changes: Any
 ) -> Value:
-    """Returns a value of the same scale: a view of another, or what is linear in it."""
+    """Returns a value with the scale of another: a view of it, or a result that is linear in it."""
     names = ("none_of", "is_zero", "is_uniform")
     fields = {"scale": scale_of(walk, value), **{name: getattr(value, name) for name in names}, **changes}
     return Value(shape, value.placement if placement is None else placement, **fields)
 
 
 def no_extremes(values: Iterable[Value]) -> None:
-    """Raises NoRule if a value is a maximum or a minimum over rows, for sums are none of them."""
+    """Raises NoRule if a value is a maximum or a minimum over rows, because sums of these are not."""
     refuse_if(any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values))
 
 
@@ -210,7 +210,7 @@ def shard_of(value: Value) -> Shard:
 
 
 def beside(walk: Walk, values: Iterable[Value]) -> None:
-    """Raises NoRule if rows of values are not the same, as those that two masks keep, of which there may be as many."""
+    """Raises NoRule if values have different rows, such as those of two masks, even if their numbers are equal."""
     found = {
         rows_in(value.shape[shard_of(value).axis], walk.rows) for value in values if is_sharded(value) and value.shape
     }
@@ -218,6 +218,6 @@ def beside(walk: Walk, values: Iterable[Value]) -> None:
 
 
 def with_numbers(values: Iterable[Value]) -> None:
-    """Raises NoRule if a value holds numbers of rows, which begin at each replica's first."""
+    """Raises NoRule if a value holds numbers of rows, which are counted from each replica's first."""
     if any(value.points_into is not None for value in values):
         raise NoRule

@@ -1,5 +1,5 @@
-// Adam's update of a table whose gradient has few rows: the others have a gradient of zero. Their momenta go
-// on, so all of the table is updated; a gradient of its size is not written and read.
+// Adam's update of a table with a gradient of few rows: the gradient of the others is zero. Their momenta
+// still act, so the full table is updated, but no gradient of its size is written and read.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -13,10 +13,10 @@
 namespace tfring {
 namespace {
 
-constexpr int64_t kBlockBytes = 8 << 10;  // of gradients at a time, which the fastest cache holds
+constexpr int64_t kBlockBytes = 8 << 10;  // of gradients at a time, fits into the fastest cache
 
-// Fills positions[row] with where in `ids` the row is, -1 where it is not. Returns false for a row beyond the
-// table, and for one that is there twice.
+// Fills positions[row] with the position of the row in `ids`, -1 if it is not there. Returns false if a row
+// is beyond the table or occurs twice.
 template <typename Id>
 bool find_rows(const void* ids, int64_t count, std::vector<int32_t>* positions) {
   const int64_t num_rows = static_cast<int64_t>(positions->size());
@@ -31,7 +31,7 @@ bool find_rows(const void* ids, int64_t count, std::vector<int32_t>* positions) 
   return true;
 }
 
-// Blocks of some rows each: their gradients are put together in memory that is zero else.
+// Updates blocks of rows. The gradients of a block are copied into memory that is otherwise zero.
 void update(DType dtype, const void* scalars, const char* gradients, const std::vector<int32_t>& positions,
             int64_t width, const void* const* from, void* const* to) {
   const int64_t row_bytes = width * size_of(dtype);

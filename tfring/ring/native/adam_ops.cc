@@ -1,4 +1,4 @@
-// Compares shapes, and hands the tensors' memory to the arithmetic (adam.cc).
+// Compares shapes and passes the tensors' memory to the arithmetic (adam.cc).
 #include "adam_ops.h"
 
 #include <string>
@@ -10,7 +10,7 @@
 namespace tfring {
 namespace {
 
-// Four scalars for the momentum, the velocity and the weight, which are of one shape.
+// Checks that there are four scalars, and that momentum, velocity and weight have one shape.
 bool are_of_adam(const TF_Tensor* scalars, const InPlaceTensors& tensors) {
   if (tensors.count() != 3) return false;
   const tfring_tensor* all = tensors.data();

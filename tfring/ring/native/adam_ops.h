@@ -5,11 +5,11 @@
 
 namespace tfring {
 
-// Updates momentum, velocity and weight by a gradient; `token` is the weight, which orders this with its
+// Updates momentum, velocity and weight by a gradient. `token` is the weight, which orders this with its
 // assignments.
 void adam(void* state, TF_OpKernelContext* context);
 
-// As `adam`, by a gradient that has some of the weight's rows alone.
+// Updates like `adam`, by a gradient that has only some of the weight's rows.
 void adam_rows(void* state, TF_OpKernelContext* context);
 
 }  // namespace tfring

@@ -13,7 +13,7 @@
 
 namespace tfring {
 
-// Takes no memory.
+// Allocates no memory.
 inline void fill_text(char* to, size_t size, const char* from, size_t length) {
   length = std::min(length, size - 1);
   std::memcpy(to, from, length);
@@ -36,8 +36,8 @@ inline Status status_of(const tfring_error& error) {
           error.other};
 }
 
-// Calls `body`, and `otherwise` with the words for what it threw. The end of a thread that Python ends while
-// it waits for the GIL, which unwinds the stack, passes: it is no error and may not be stopped.
+// Calls `body`, and `otherwise` with a text for the exception that it threw. If Python ends a thread that
+// waits for the GIL, the unwinding of the stack passes through: it is not an error and must not be stopped.
 template <typename Body, typename Otherwise>
 auto guard(Body body, Otherwise otherwise) -> decltype(body()) {
   try {
@@ -53,7 +53,7 @@ auto guard(Body body, Otherwise otherwise) -> decltype(body()) {
   }
 }
 
-// For functions that fill an error, and return its code or `failed`.
+// For functions that fill an error and return its code or `failed`.
 template <typename Result, typename Body>
 Result at_border(tfring_error* error, Result failed, Body body) {
   return guard(body, [&](const char* what) {
@@ -68,7 +68,7 @@ template <typename Body>
 int at_border(tfring_error* error, Body body) {
   return at_border(error, static_cast<int>(TFRING_INTERNAL), body);
 }
-// For functions that return a number, and those that return nothing.
+// For functions that return a number or nothing.
 template <typename Body>
 int at_border(int failed, Body body) {
   return guard(body, [&](const char*) { return failed; });

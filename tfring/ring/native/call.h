@@ -1,4 +1,4 @@
-// The call under way.
+// The current call.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ namespace tfring {
 struct Call {
   Group* group = nullptr;
   CallHeader header{};
-  int32_t caller = TFRING_ANY_THREAD;  // who waits, and so how Ctrl-C is noticed
-  bool is_of_all = false;              // all ranks of the world are in it
-  bool is_on_pool_thread = false;      // and it is on one of TensorFlow's
+  int32_t caller = TFRING_ANY_THREAD;  // the caller that waits; determines how Ctrl-C is noticed
+  bool is_of_all = false;              // all ranks of the world take part
+  bool is_on_pool_thread = false;      // and it runs on a TensorFlow thread
 
   Kind kind() const { return static_cast<Kind>(header.kind); }
 };

@@ -1,4 +1,4 @@
-// Waiting for the call lock, where Ctrl-C and the end of the world still come through.
+// Waiting for the call lock, which Ctrl-C and the end of the world interrupt.
 #include "call_lock.h"
 
 #include <chrono>
@@ -10,7 +10,7 @@
 namespace tfring {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
+constexpr std::chrono::milliseconds kSlice(100);  // between checks for Ctrl-C
 
 }  // namespace
 
@@ -63,7 +63,7 @@ void CallLock::leave(Claim* claim) {
   changed_.notify_all();
 }
 
-// Adds a claim, and marks it and every other of the same call.
+// Adds a claim, and marks it and all others of the same call.
 void CallLock::add(Claim* claim) {
   for (Claim* other = claims_; other != nullptr; other = other->next_) {
     if (claim->group == nullptr || claim->group->size() == 1 || claim->group != other->group) continue;
@@ -96,7 +96,7 @@ Status CallLock::contended(const Claim& claim) const {
 
 std::unique_lock<std::mutex> CallLock::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.notify_all();  // those that wait for it see that the world closes
+  changed_.notify_all();  // waiting threads notice that the world closes
   changed_.wait(lock, [this] { return !is_taken_; });
   return lock;
 }

@@ -14,25 +14,25 @@
 
 namespace tfring {
 
-// One call at a time, of any group of a world.
+// Allows one call at a time in a world, of any group.
 class CallLock {
  public:
-  // A call that holds the lock or waits for it; on the stack of its thread. It ends, and releases the lock,
-  // with its scope.
+  // A call that holds the lock or waits for it, on the stack of its thread. It ends and releases the lock at
+  // the end of its scope.
   class Claim {
    public:
-    // `group`: null where it does not matter which call comes first.
+    // `group` is null if the order of calls does not matter.
     Claim(CallLock* lock, const tfring_call& call_in, const Group* group_in)
         : call(call_in), group(group_in), call_lock_(*lock) {}
     ~Claim() { call_lock_.leave(this); }
     Claim(const Claim&) = delete;
     Claim& operator=(const Claim&) = delete;
 
-    // Waits until no other thread holds the call lock. Fails with kMismatch where another has claimed the
-    // same call of the same group, for two threads have no order that other ranks could know.
+    // Waits until no other thread holds the call lock. Fails with kMismatch if another thread has claimed the
+    // same call of the same group, because other ranks cannot know the order of two threads.
     Status take() { return call_lock_.take(this); }
-    // Ends the claim of the thread that holds the call lock, and fails with kMismatch where another thread
-    // claimed the same call meanwhile: the result may be of either.
+    // Ends the claim of the thread that holds the call lock. Fails with kMismatch if another thread claimed
+    // the same call in the meantime: the result may belong to either.
     Status settle() { return call_lock_.settle(this); }
 
     const tfring_call& call;
@@ -51,7 +51,7 @@ class CallLock {
       : settings_(settings), wake_event_(wake_event) {}
 
   bool is_this_threads() const { return owner_ == std::this_thread::get_id(); }
-  // Returns once no thread has it; none takes it as long as the lock is held.
+  // Returns once no thread has it. No thread takes it as long as the returned lock is held.
   std::unique_lock<std::mutex> wait();
 
  private:

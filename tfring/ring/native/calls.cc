@@ -1,4 +1,4 @@
-// Ranks that wait for each other, distinguished from those that wait for a slow one by the peers' reports of
+// Distinguishes ranks that wait for each other from those that wait for a slow one, by the peers' reports of
 // their calls.
 #include "calls.h"
 
@@ -37,14 +37,14 @@ void Calls::begin(const CallHeader& header) {
   num_chain_ = 0;
   is_running_ = true;
   if (is_pairwise(static_cast<Kind>(header.kind))) return;
-  Past& past = past_[num_past_++ % past_.size()];  // for the ranks that ask of it once it is over
+  Past& past = past_[num_past_++ % past_.size()];  // for ranks that ask for it after it is over
   past.header = header;
   for (size_t r = 0; r < in_call_.size(); ++r) {
     past.numbers[r] = in_call_[r] != 0 ? num_collectives(static_cast<int>(r)) : 0;
   }
 }
 
-// Returns how many collectives this rank has begun together with that one.
+// Returns the number of collectives that this rank has begun together with that one.
 uint64_t Calls::num_collectives(int rank) const {
   const size_t r = static_cast<size_t>(rank);
   return counts_[r] - num_sent_[r] - num_received_[r];
@@ -72,7 +72,7 @@ void Calls::tell(int rank, uint64_t asked, Pong* pong) const {
   std::copy_n(chain_, pong->num_chain, pong->chain);
 }
 
-// Returns whether the peer has begun its part of the call under way, as far as it has reported.
+// Returns whether the peer has begun its part of the current call, according to its report.
 bool Calls::has_begun(int rank, const Report& report) const {
   const size_t r = static_cast<size_t>(rank);
   const Kind kind = static_cast<Kind>(header_.kind);
@@ -81,10 +81,10 @@ bool Calls::has_begun(int rank, const Report& report) const {
   return report.begun - report.pong.num_sent - report.pong.num_received >= num_collectives(rank);
 }
 
-// Returns the peer's call with this rank that is another than the one under way; null if there is none. Both
-// count what they have begun together: collectives, sends and receives each. So collectives of one number
-// have to agree, also one that the peer is through with; and where one of the calls is a send or a receive,
-// which need not keep step, neither rank has begun the other's, nor can it.
+// Returns the peer's call with this rank that differs from the current one; null if there is none. Both ranks
+// count the calls they have begun together: collectives, sends and receives separately. So collectives with
+// one number must agree, including one that the peer has finished. If one of the calls is a send or a
+// receive, which need not be in step, neither rank has begun the other's call, nor can it.
 const CallHeader* Calls::contradiction(int rank, const Report& report) const {
   const Pong& pong = report.pong;
   const uint64_t asked = asked_number(rank);
@@ -109,9 +109,9 @@ bool Calls::is_in_another(int rank, const Report& report) const {
   return their_number > my_number;
 }
 
-// A peer that has not begun this rank's call is in one of its own, and cannot begin this one before. Ranks
-// that wait so for each other in a row are told from one to the next; a row that comes back to this rank's
-// call never ends, and is returned in words. One that is in the same call waits for what this rank waits for.
+// A peer that has not begun this rank's call is in another call, and cannot begin this one before. Ranks that
+// wait for each other in a row like this are reported from one to the next. A row that returns to this rank's
+// call never ends, and is returned as a text. A peer in the same call waits for the same rank as this one.
 std::string Calls::follow(int rank, const Report& report) {
   const Pong& pong = report.pong;
   if (pong.is_running == 0) return {};
@@ -130,7 +130,7 @@ std::string Calls::follow(int rank, const Report& report) {
   const auto end = chain + length;
   const auto mine = std::find_if(chain, end, [this](const auto& one) { return one.rank == rank_; });
   if (mine == end || mine == chain) return {};
-  if (mine->call != static_cast<uint32_t>(num_calls_)) {  // of a call that is over
+  if (mine->call != static_cast<uint32_t>(num_calls_)) {  // belongs to a call that is over
     num_chain_ = 0;
     return {};
   }

@@ -1,4 +1,4 @@
-// Calls of a rank, as it counts them with each other rank, and as the others tell of theirs.
+// Calls of a rank, counted with each other rank, and the calls that the others report.
 #pragma once
 
 #include <array>
@@ -17,30 +17,30 @@ struct Report {
   Pong pong{};
 };
 
-// Calls that this rank has begun. It and each other rank count those that both are in alike: all of them, and
-// of these the sends and the receives. So a rank that gives up can tell each peer in which of their calls,
-// and a peer in an earlier one knows that all it needs to finish that one has been sent. Knows no
-// connections.
+// Calls that this rank has begun. Each pair of ranks counts the calls that both take part in, in the same
+// way: all of them, and the sends and the receives among them. So a rank that gives up can tell each peer in
+// which of their calls it did, and a peer in an earlier call knows that all data it needs to finish has been
+// sent. Knows no connections.
 class Calls {
  public:
   Calls(int rank, int world_size);
 
-  // Counts the call that is about to begin, and returns its sequence.
+  // Counts the call that is about to begin and returns its sequence number.
   uint64_t count(Kind kind, int root, Group* group);
   void begin(const CallHeader& header);
   void end() { is_running_ = false; }
 
   bool is_running() const { return is_running_; }
   bool has_begun_any() const { return num_calls_ > 0; }
-  const CallHeader& header() const { return header_; }  // of the call begun last
+  const CallHeader& header() const { return header_; }  // of the last begun call
   bool takes_part(int rank) const { return in_call_[static_cast<size_t>(rank)] != 0; }
   uint64_t common(int rank) const { return counts_[static_cast<size_t>(rank)]; }
-  // Returns the number of the collective under way among those with that rank; 0 if there is none.
+  // Returns the number of the current collective among those with that rank; 0 if there is none.
   uint64_t asked_number(int rank) const;
-  // Tells that rank, which asked while in the collective of that number.
+  // Fills the answer to that rank, which asked while it was in the collective of that number.
   void tell(int rank, uint64_t asked, Pong* pong) const;
 
-  // Compare the call under way with what a peer has reported.
+  // Compare the current call with the report of a peer.
   bool has_begun(int rank, const Report& report) const;
   const CallHeader* contradiction(int rank, const Report& report) const;
   std::string follow(int rank, const Report& report);
@@ -56,16 +56,16 @@ class Calls {
   bool is_in_another(int rank, const Report& report) const;
 
   const int rank_;
-  std::vector<uint64_t> counts_;    // [rank]: calls begun together with it,
-  std::vector<uint64_t> num_sent_;  // of these the sends to it, and the receives from it
+  std::vector<uint64_t> counts_;    // [rank]: calls begun together with it
+  std::vector<uint64_t> num_sent_;  // the sends to it among these, and the receives from it
   std::vector<uint64_t> num_received_;
-  std::vector<uint8_t> in_call_;  // [rank]: it takes part in the call begun last
+  std::vector<uint8_t> in_call_;  // [rank]: it takes part in the last begun call
   uint64_t num_calls_ = 0;        // begun, of any group
-  bool is_running_ = false;       // the call begun last is under way
+  bool is_running_ = false;       // the last begun call is running
   CallHeader header_{};
-  std::array<Past, 8> past_;  // the collectives begun last
+  std::array<Past, 8> past_;  // the last begun collectives
   size_t num_past_ = 0;
-  uint32_t num_chain_ = 0;  // of this rank's pongs: for whom the call under way waits in the end
+  uint32_t num_chain_ = 0;  // of this rank's pongs: the ranks that the current call waits for in a row
   decltype(Pong::chain) chain_{};
 };
 

@@ -1,10 +1,11 @@
 // Finds the cancellation manager of a kernel's step, which TensorFlow's C API shows to no kernel.
 //
 // TensorFlow cancels a step when one of its operations fails, and then waits for those that run. A kernel's
-// context points to its parameters, of which the first is the step's id and one the manager; where, a table
-// says for the releases that are tested (offsetof in tensorflow/core/framework/op_kernel.h). It is checked:
-// an operation is run once under a manager made for it, and compares. Memory is read through a pipe, which
-// tells what cannot be read. With another release, or where the pointer is not there, a kernel waits on.
+// context points to its parameters; the first is the step's id, and another the manager. A table has their
+// positions for the tested releases (offsetof in tensorflow/core/framework/op_kernel.h). They are verified:
+// an operation runs once under a manager made for it, and compares. Memory is read through a pipe, which
+// reports unreadable memory. With another release, or if the pointer is not there, a kernel continues to
+// wait.
 #include "cancellation.h"
 
 #include <fcntl.h>
@@ -49,14 +50,14 @@ EagerApi eager{};
 
 struct FieldOffsets {
   const char* release;
-  size_t in_context;     // in words: the pointer to the parameters,
-  size_t in_parameters;  // and in those the pointer to the manager
+  size_t in_context;     // of the pointer to the parameters, in words
+  size_t in_parameters;  // of the pointer to the manager, in words
 };
 constexpr FieldOffsets kOffsets[] = {{"2.18.", 2, 21}, {"2.19.", 2, 21}, {"2.20.", 3, 21}, {"2.21.", 3, 21}};
 constexpr size_t kParameterWords = 22;
 
 FieldOffsets offsets{};
-bool is_known = false;  // and found to be right
+bool is_known = false;  // and verified
 
 bool look_up_eager_api() {
 #define TFRING_LOOK_UP(result, name, arguments)                              \
@@ -67,12 +68,12 @@ bool look_up_eager_api() {
   return true;
 }
 
-// Copies words from an address that may be none; returns how many there are.
+// Copies words from an address that may be invalid. Returns the number of readable words.
 size_t read_words(uintptr_t address, uintptr_t* words, size_t count) {
   int fds[2];
   if (pipe2(fds, O_CLOEXEC | O_NONBLOCK) != 0) return 0;
   const ssize_t written = write(fds[1], reinterpret_cast<const void*>(address), count * sizeof(*words));
-  const ssize_t got = written <= 0 ? 0 : read(fds[0], words, static_cast<size_t>(written));  // else EFAULT
+  const ssize_t got = written <= 0 ? 0 : read(fds[0], words, static_cast<size_t>(written));  // or EFAULT
   close(fds[0]);
   close(fds[1]);
   return got <= 0 ? 0 : static_cast<size_t>(got) / sizeof(*words);
@@ -104,8 +105,8 @@ void find_cancellation(void* state, TF_OpKernelContext* context) {
 
 }  // namespace tfring
 
-// Learns how kernels find out that their step is cancelled, with the help of TensorFlow's eager context and
-// version. Returns 1 if they will, 0 if not: then a kernel waits on.
+// Learns how kernels detect that their step is cancelled, by TensorFlow's eager context and version. Returns
+// 1 if they can detect it, 0 if not: then a kernel continues to wait.
 extern "C" TFRING_API int tfring_find_cancellation(void* context, const char* version) {
   using tfring::eager;
   tfring::is_known = false;

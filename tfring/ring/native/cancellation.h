@@ -5,7 +5,7 @@
 
 namespace tfring {
 
-// Ends a kernel's wait in the ring with its step: for the calls of this thread, as long as this object lives.
+// Ends a kernel's wait in the ring with its step, for the calls of this thread during this object's lifetime.
 class Cancellable {
  public:
   explicit Cancellable(TF_OpKernelContext* context);
@@ -14,7 +14,7 @@ class Cancellable {
   Cancellable& operator=(const Cancellable&) = delete;
 };
 
-// The kernel that finds out where TensorFlow keeps it; see tfring_find_cancellation.
+// The kernel that finds out where TensorFlow keeps the cancellation; see tfring_find_cancellation.
 void find_cancellation(void* state, TF_OpKernelContext* context);
 
 }  // namespace tfring

@@ -13,7 +13,7 @@ inline int64_t now_nanoseconds() {
   return time.tv_sec * int64_t{1000000000} + time.tv_nsec;
 }
 
-// Returns the processor time that this process has used.
+// Returns the CPU time that this process has used.
 inline int64_t cpu_nanoseconds() {
   timespec time;
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);

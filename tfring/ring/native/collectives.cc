@@ -1,4 +1,4 @@
-// The plan of each collective, made before it runs.
+// The plans of the collectives, made before they run.
 #include "collectives.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace tfring {
 namespace {
 
-// Returns the contribution of this rank: zeros where it is inactive.
+// Returns the contribution of this rank: null, which means zeros, if it is inactive.
 const void* contribution(const tfring_call& call, const tfring_tensor& tensor) {
   return call.inactive ? nullptr : tensor.input;
 }
@@ -31,7 +31,7 @@ void take_apart(const char* from, const tfring_tensor* tensors, int num_tensors)
   }
 }
 
-// Parts of equal size, as far as whole items allow.
+// Divides bytes into parts of equal size, as far as full items allow.
 void cut(int64_t num_bytes, int64_t item, int num_parts, std::vector<Range>* chunks) {
   chunks->clear();
   for (int c = 0; c < num_parts; ++c) {
@@ -79,7 +79,7 @@ Status Collectives::need_scratch(int64_t size) {
                                               " bytes of scratch in " + execution_.here());
 }
 
-// Every member's slot of the scratch goes to every other. Slots lie in the order of the members.
+// Sends every member's slot of the scratch to every other. Slots are in the order of the members.
 Status Collectives::gather_slots(int64_t slot) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -97,7 +97,7 @@ Status Collectives::gather_slots(int64_t slot) {
   return execution_.execute(Until::kDone);
 }
 
-// Each member adds all contributions up, in the order of the members.
+// Each member adds up all contributions, in the order of the members.
 Status Collectives::small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   const int64_t slot = num_bytes(tensors, num_tensors);
@@ -119,9 +119,9 @@ void Collectives::add_slots_up(int64_t slot) {
   reduce_many(plan.dtype, plan.op, scratch_.get(), slots_.data(), group.size(), slot / size_of(plan.dtype));
 }
 
-// Reduce-scatter, then all-gather, as one stream. Each chunk is added up on its way, one member after the
-// other, and the sum is passed on, so all hold the same bits. The input is read where it lies: the addition
-// writes the output.
+// Reduce-scatter, then all-gather, as one stream. Each chunk is added up by one member after the other, and
+// the sum is passed on, so all hold the same bits. The input is read in place; the addition writes the
+// output.
 Status Collectives::large_all_reduce(Algorithm algorithm, const tfring_call& call,
                                      const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
@@ -145,8 +145,8 @@ Status Collectives::large_all_reduce(Algorithm algorithm, const tfring_call& cal
   return execution_.execute(Until::kDone);
 }
 
-// Each member gets the contributions to one chunk from all others, in 16 bits, adds them up in float32, and
-// sends the sum, rounded once, to all: each number is rounded once on its way there and once on its way back.
+// Each member receives the contributions to one chunk from all others, in 16 bits, adds them up in float32,
+// and sends the sum, rounded once, to all: each number is rounded once in each direction.
 Status Collectives::compressed_all_reduce(const tfring_call& call, const tfring_tensor* tensors,
                                           int num_tensors) {
   const Group& group = execution_.group();
@@ -187,7 +187,7 @@ Status Collectives::compressed_all_reduce(const tfring_call& call, const tfring_
     const Stopwatch stopwatch(execution_.record().adding());
     reduce_many(wire, Op::kSum, all + mine.begin, slots_.data(), size, mine.size / kItem);
   }
-  // A chunk comes back only after it has left, so it may come to where it was.
+  // A chunk is received only after it was sent, so it may be received into the same memory.
   for (int s = 1; s < size; ++s) {
     const int sends_to = (group.member + s) % size;
     const int takes_from = (group.member - s + size) % size;
@@ -205,8 +205,8 @@ Status Collectives::compressed_all_reduce(const tfring_call& call, const tfring_
   return {};
 }
 
-// Small contributions go to the root, which adds them up in the order of the members; among many members, and
-// if they are large, the sum is made on the way to the root.
+// Small contributions are sent to the root, which adds them up in the order of the members. With many
+// members, or large contributions, the sum is computed on the way to the root.
 Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -223,7 +223,7 @@ Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors
     plan.spans.add(all, all, slot * size);
     if (!is_root) {
       plan.add_send(root, {group.member * slot, slot});
-      plan.add_recv(root, {});  // acknowledges that it does the same
+      plan.add_recv(root, {});  // acknowledgement of the same call
     }
     for (int m = 0; m < size && is_root; ++m) {
       if (m == call.root) continue;
@@ -255,8 +255,8 @@ Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors
   return execution_.execute(Until::kDone);
 }
 
-// As the first half of an all_reduce, one chunk further on, so that each member ends with its own. Partial
-// sums live in two parts of scratch used in turn.
+// Runs the first half of an all_reduce, shifted by one chunk, so that each member ends with its own. Partial
+// sums alternate between two parts of the scratch.
 Status Collectives::reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -266,13 +266,13 @@ Status Collectives::reduce_scatter(const tfring_call& call, const tfring_tensor*
     const Range range = chunk_of(tensor.dims[0], size, member);
     return Range{range.begin * row, range.size * row};
   };
-  int64_t largest = 0;  // the first member has most of every tensor
+  int64_t largest = 0;  // the first member has the largest share of every tensor
   for (int t = 0; t < num_tensors; ++t) largest += rows_of(tensors[t], 0).size;
   if (size > 2) TFRING_TRY(need_scratch(2 * largest));
   chunks_.clear();
   for (int p = 0; p < size; ++p) {
     const int member = group.member_at[static_cast<size_t>(p)];
-    const int step = (group.position - p - 2 + 2 * size) % size;  // in which this chunk comes
+    const int step = (group.position - p - 2 + 2 * size) % size;  // in which this chunk is received
     const int64_t begin = plan.spans.size();
     char* partial = size > 2 ? scratch_.get() + (step % 2) * largest : nullptr;
     for (int t = 0; t < num_tensors; ++t) {
@@ -291,8 +291,9 @@ Status Collectives::reduce_scatter(const tfring_call& call, const tfring_tensor*
   return execution_.execute(Until::kDone);
 }
 
-// Small values go from the root to each, among many by a tree; large ones stream from one to the next. The
-// root hears that they have arrived, so that a rank that disagrees is known to it.
+// Small values are sent from the root to each member, or by a tree among many members. Large values stream
+// from one member to the next. The root receives acknowledgements, so that it learns of a rank that
+// disagrees.
 Status Collectives::broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();

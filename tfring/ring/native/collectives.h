@@ -1,4 +1,4 @@
-// Collectives whose sizes all ranks know before they begin.
+// Collectives with sizes that all ranks know before they begin.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@
 
 namespace tfring {
 
-// Turns a collective of the call under way into a plan, and has it executed: who sends what to whom.
+// Turns the collective of the current call into a plan of sends and receives, and has the plan executed.
 class Collectives {
  public:
   explicit Collectives(Execution* execution) : execution_(*execution) {}
 
   Status run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
 
-  // Scratch, which grows before the first byte is sent.
+  // Grows the scratch, before the first byte is sent.
   Status need_scratch(int64_t size);
   char* scratch() const { return scratch_.get(); }
   int64_t scratch_bytes() const { return scratch_.size(); }

@@ -1,4 +1,4 @@
-// The C interface over World and Group: handles, error buffers; what a forked child forgets.
+// The C interface over World and Group: handles, error buffers, and the cleanup in a forked child.
 #include "core.h"
 
 #include <pthread.h>
@@ -31,8 +31,8 @@ struct Registry {
   std::unordered_map<int64_t, Handle> handles;
   bool has_ended = false;
 };
-// Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of
-// its own and knows none of its parent's rings.
+// Never destroyed: TensorFlow's threads may still call the library while the process exits. A forked child
+// has its own and knows none of its parent's rings.
 Registry* registry = new Registry;
 std::atomic<int64_t> last_handle{0};
 std::atomic<int64_t> last_parents_handle{0};
@@ -247,7 +247,7 @@ void tfring_send_abort(int control_fd, const tfring_error* why) {
   tfring::at_border([&] {
     const tfring::ControlFrame frame = tfring::make_abort(0, tfring::status_of(*why));
     const ssize_t sent = send(control_fd, &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
-    (void)sent;  // into a connection that nothing was written to
+    (void)sent;  // nothing was written to this connection before
   });
 }
 

@@ -1,4 +1,4 @@
-// The C interface of the engine: what ctypes and the TensorFlow ops call.
+// The C interface of the engine, for ctypes and the TensorFlow ops.
 #pragma once
 
 #include <stddef.h>
@@ -23,20 +23,20 @@ enum {
   TFRING_INTERNAL = 6,
 };
 
-// Values of tfring_error.reason; those of errors that Python makes follow (errors.py).
+// Values of tfring_error.reason. Errors that Python makes use further values (errors.py).
 enum {
   TFRING_NO_REASON = 0,
   TFRING_DIED = 1,         // `rank`: its process is gone
-  TFRING_LEFT = 2,         // its program ended, and left the ring
+  TFRING_LEFT = 2,         // its program ended and left the ring
   TFRING_CLOSED = 3,       // it closed the ring during a call
   TFRING_CTRL_C = 4,       // it was interrupted
   TFRING_STOPPED = 5,      // its host answers, its process does not
-  TFRING_CUT_OFF = 6,      // it and `other` do not reach each other
+  TFRING_CUT_OFF = 6,      // it and `other` cannot reach each other
   TFRING_RAISED = 7,       // its program raised an error
   TFRING_STEP_FAILED = 8,  // another operation of its step failed
   TFRING_CALLS_DIFFER = 9,
   TFRING_THREADS = 10,  // two threads in one call, or all threads in calls of other rings
-  TFRING_SLOW = 11,     // it took no part in time
+  TFRING_SLOW = 11,     // it did not take part in time
 };
 
 // Values of tfring_call.caller.
@@ -49,10 +49,10 @@ enum {
 typedef struct tfring_error {
   int32_t code;
   int32_t reason;
-  int32_t rank;    // which it concerns, -1 for none
-  int32_t other;   // of a cut link, the other; else -1
-  uint64_t ring;   // its identity, where it is broken; else 0
-  char call[104];  // the name of this rank's call, cut where longer
+  int32_t rank;    // the rank concerned, -1 for none
+  int32_t other;   // the other rank of a cut link, otherwise -1
+  uint64_t ring;   // identity of the broken ring, otherwise 0
+  char call[104];  // the name of this rank's call, truncated
   char message[1920];
 } tfring_error;
 
@@ -68,32 +68,32 @@ typedef struct tfring_tensor {
 typedef struct tfring_call {
   const char* name;
   int32_t kind;         // of kinds.h
-  int32_t op;           // of a sum of rows: which way it goes, as in schedule.h
-  int32_t root;         // a member of the group; of a send or receive, the peer
+  int32_t op;           // for a sum of rows: its algorithm, as in schedule.h
+  int32_t root;         // a member of the group; for a send or receive, the peer
   int32_t inactive;     // 1: contribute zeros, whatever the inputs hold
-  int32_t caller;       // who waits, and so how Ctrl-C is noticed
-  int32_t compression;  // of an all_reduce of float32: the 16-bit dtype that travels, 0 for float32 itself
-  int64_t of;           // of a gradient's call: the sequence of the call it belongs to; 0 for none
-  uint64_t* sequence;   // set to that of this call, unless null
+  int32_t caller;       // the caller that waits; determines how Ctrl-C is noticed
+  int32_t compression;  // for an all_reduce of float32: the 16-bit dtype that is sent, 0 for float32
+  int64_t of;           // for a gradient's call: the sequence number of the call it belongs to; 0 for none
+  uint64_t* sequence;   // set to the sequence number of this call, unless null
 } tfring_call;
 
-// The connections between two ranks. The descriptors and `tls` belong to the world from the call on, whatever
-// it returns.
+// The connections between two ranks. A world owns the descriptors and `tls` once a function gets them,
+// whatever it returns.
 typedef struct tfring_link {
   int32_t rank;
   int32_t control_fd;
-  int32_t data_fd;          // -1 where shared memory carries the data; else the mailboxes are
-  int32_t own_mailbox_fd;   // the peer writes into it,
-  int32_t own_doorbell_fd;  // and rings here
-  int32_t mailbox_fd;       // the peer's,
-  int32_t doorbell_fd;      // to ring at
-  const char* host;         // where the peer runs, for messages
-  void* tls;                // of tfring_tls_open, null where the data is not encrypted
+  int32_t data_fd;          // -1 if shared memory carries the data; otherwise the mailboxes are -1
+  int32_t own_mailbox_fd;   // the peer writes into it
+  int32_t own_doorbell_fd;  // and rings this doorbell
+  int32_t mailbox_fd;       // the peer's mailbox
+  int32_t doorbell_fd;      // and its doorbell
+  const char* host;         // the host of the peer, for messages
+  void* tls;                // of tfring_tls_open, null if the data is not encrypted
 } tfring_link;
 
 typedef struct tfring_options {
   const char* name;
-  const char* host;   // where this rank runs, for messages
+  const char* host;   // the host of this rank, for messages
   uint64_t identity;  // the same on all ranks
   int32_t rank;
   int32_t world_size;
@@ -101,11 +101,11 @@ typedef struct tfring_options {
   int32_t num_links;
   int32_t algorithm;               // of schedule.h, the same on all ranks
   const int32_t* hosts;            // [world_size]: a number for the host of each rank, the same on all ranks
-  int32_t num_spins;               // looks at shared memory before a rank goes to sleep
-  double timeout_seconds;          // how long a collective waits for a rank that lives and stands still
-  double stall_seconds;            // after how long such a wait is warned of
-  double lost_seconds;             // how long a rank may give no sign of life
-  double opening_timeout_seconds;  // how long the first barrier waits for all ranks to be connected
+  int32_t num_spins;               // polls of shared memory before a rank sleeps
+  double timeout_seconds;          // time that a collective waits for a rank that is alive but stands still
+  double stall_seconds;            // time after which such a wait logs a warning
+  double lost_seconds;             // time that a rank may give no sign of life
+  double opening_timeout_seconds;  // time that the first barrier waits for all ranks to be connected
 } tfring_options;
 
 typedef struct tfring_statistics {
@@ -121,26 +121,26 @@ typedef struct tfring_statistics {
 typedef struct tfring_record {
   int64_t begin;
   int64_t end;
-  int64_t waited;  // until the last peer's header had come, without what was added meanwhile
-  int64_t added;   // in arithmetic; what is left of the call, bytes were on their way
-  int64_t beside;  // CPU time of this process's other threads meanwhile; 0 of fewer bytes than 4 KiB
+  int64_t waited;  // until the last peer's header arrived, without arithmetic in the meantime
+  int64_t added;   // time of arithmetic; in the remaining time bytes were in transit
+  int64_t beside;  // CPU time of this process's other threads in the meantime; 0 below 4 KiB
   int64_t bytes;   // of this rank's tensors
   int64_t sent;
   int64_t received;
   uint64_t sequence;  // as in the header
   int32_t kind;       // of kinds.h, or TFRING_MARK
-  int32_t algorithm;  // of an all_reduce, a sum of rows or an all_gather among many, as in schedule.h
-  int32_t last;       // the rank whose header came last, -1 for none
-  int32_t code;       // how it ended
-  char ring[24];      // cut where longer, as are the others
+  int32_t algorithm;  // of an all_reduce, a sum of rows or an all_gather among many ranks, as in schedule.h
+  int32_t last;       // the rank with the last header, -1 for none
+  int32_t code;       // the code of its result
+  char ring[24];      // truncated, as are the others
   char group[24];     // empty for all ranks
   char name[104];
 } tfring_record;
 
 TFRING_API int tfring_abi_version(void);
 
-// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and one
-// that says whether SIGINT would raise KeyboardInterrupt, which may be called without the GIL.
+// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and a
+// function that returns whether SIGINT would raise KeyboardInterrupt, which may be called without the GIL.
 typedef struct tfring_python {
   int (*gil_state_ensure)(void);
   void (*gil_state_release)(int);
@@ -152,107 +152,108 @@ typedef struct tfring_python {
   int (*interrupt_raises)(void);
 } tfring_python;
 TFRING_API void tfring_use_python(const tfring_python* functions);
-// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised, if it was within
-// the collective. Called holding the GIL.
+// Sets the exception that the signal handler raised, if it ran within the collective. To be called after
+// TFRING_INTERRUPTED on Python's main thread, with the GIL held.
 TFRING_API void tfring_raise_again(void);
 
-// Sets a function for this thread's calls as TFRING_TENSORFLOW_OP: once it returns 1, the call gives up
-// waiting and breaks the ring; null unsets it.
+// Sets a function for this thread's calls as TFRING_TENSORFLOW_OP. Once it returns 1, the call stops waiting
+// and breaks the ring. Null unsets it.
 TFRING_API void tfring_set_cancellation(int32_t (*is_cancelled)(void* context), void* context);
 
-// The number of threads in TensorFlow's inter-op pool.
+// Sets the number of threads in TensorFlow's inter-op pool.
 TFRING_API void tfring_set_pool_size(int num_threads);
 
-// Waits for the next line the user should read; returns 1 if the stack of the program belongs to it.
+// Waits for the next line that the user should read. Returns 1 if it should include the program's stack.
 TFRING_API int tfring_next_warning(char* line, int size);
 
-// From now on calls of all rings of this process are recorded, up to `capacity` of them between two takings;
-// 0 ends it. Forgets what was recorded before.
+// Starts to record calls of all rings of this process, up to `capacity` of them between two reads; 0 stops
+// it. Discards earlier records.
 TFRING_API void tfring_trace(int64_t capacity);
-// Takes the oldest records, at most `most`, and returns how many; *lost is how many had no room so far.
+// Takes the oldest records, at most `most`, and returns their number. *lost is the number of records so far
+// that had no room.
 TFRING_API int64_t tfring_take_records(tfring_record* to, int64_t most, int64_t* lost);
-// Records that the program has come here.
+// Records a mark: the program has come to this point.
 TFRING_API void tfring_mark(const char* name);
 
-// Returns a handle above 0, or 0 with `error` filled. It stands for the group of all ranks.
+// Returns a handle above 0 for the group of all ranks, or 0 with `error` filled.
 TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);
-// A handle for some of a group's members, which then count from 0 in this order. Nothing is sent.
+// Returns a handle for some of a group's members, which are numbered from 0 in this order. Sends nothing.
 TFRING_API int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
                                 tfring_error* error);
-// Adds a link, also while a call is under way in another thread. Takes over its descriptors, also if it
-// fails.
+// Adds a link, possibly while another thread runs a call. Takes over its descriptors, even if it fails.
 TFRING_API int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error);
-// Sends the peers a closing frame and forgets the handle; of a group only that. Calls still running fail.
+// Sends the peers a closing frame and forgets the handle; for a group, it only forgets the handle. Calls that
+// still run fail.
 TFRING_API void tfring_close(int64_t handle);
-// Closes all worlds, and none opens any more: no call asks for the memory of a caller that is about to go.
+// Closes all worlds and lets none open again: no call then asks a caller that is about to end for memory.
 TFRING_API void tfring_end(void);
-// Breaks a world on all ranks for a reason outside it, such as the failure of another.
+// Breaks a world on all ranks for a reason outside it, such as the failure of another world.
 TFRING_API void tfring_abort(int64_t handle, const tfring_error* why);
-// Tells the peers of an error of the program. Those that wait for this rank, and have none, give up.
+// Tells the peers about an error of the program. Peers without an error that wait for this rank give up.
 TFRING_API void tfring_tell_raised(int64_t handle, const char* error);
-// Returns the code of the first failure, after which nothing works; 0 if there was none.
-// TFRING_INTERRUPTED is what the others know as a lost peer.
+// Returns the code of the first failure, after which all calls fail; 0 if there was none.
+// TFRING_INTERRUPTED is a lost peer for the other ranks.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
-// In the group.
+// Both refer to the group.
 TFRING_API int tfring_rank(int64_t handle);
 TFRING_API int tfring_world_size(int64_t handle);
 
-// Memory for a call whose sizes are known only on the way: called once, on this thread, when they are. From
-// rank r come numbers[r * num_tensors + t] rows of tensor t; sets outputs[t] to where all of them go, in rank
-// order, and then *placed to 1. Of a receive the numbers are the dimensions. If *placed stays 0 the call
-// fails on all ranks, on this one with TFRING_INTERRUPTED; TFRING_UNWANTED says that a receive wants another
-// shape.
+// Allocates memory for a call with sizes that become known on the way: called once, on this thread, when they
+// are known. Rank r sends numbers[r * num_tensors + t] rows of tensor t. The function must set outputs[t] to
+// the memory for all of them, in rank order, and then *placed to 1. For a receive the numbers are the
+// dimensions. If *placed remains 0, the call fails on all ranks, on this one with TFRING_INTERRUPTED.
+// TFRING_UNWANTED means that a receive expects another shape.
 #define TFRING_UNWANTED 2
 typedef void (*tfring_allocate)(void* context, const int64_t* numbers, int32_t count, void** outputs,
                                 int32_t* placed);
-// Runs a collective, a send or a receive: the one that call->kind names. Tensors that are reduced share one
-// dtype; shapes are the same on all ranks, but for the number of rows where that is learned on the way.
-// `counts`, which only some kinds have, and `allocate` are null for the others.
+// Runs the collective, send or receive of call->kind. Reduced tensors must have one dtype. Shapes must be the
+// same on all ranks, except for numbers of rows that are learned on the way. `counts` and `allocate` are null
+// for kinds that do not need them.
 TFRING_API int tfring_run(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                           int num_tensors, const int64_t* counts, tfring_allocate allocate, void* context,
                           tfring_error* error);
-// The sum of rows under ids, as an all_reduce_rows, of this process alone.
+// Sums rows with equal ids like an all_reduce_rows, for this process only.
 TFRING_API int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                                tfring_allocate allocate, void* context, tfring_error* error);
-// The name of a kind; null for a number that is none.
+// Returns the name of a kind; null if the number is not a kind.
 TFRING_API const char* tfring_kind_name(int kind);
 
-// Encrypts a connection for data by TLS 1.3, as tls.h describes it: both sides call it before anything is
-// sent. `key` has 32 bytes. Returns what tfring_link takes, or null and sets `error`.
+// Encrypts a data connection by TLS 1.3, see tls.h. Both sides must call it before anything is sent. `key`
+// has 32 bytes. Returns the `tls` of a tfring_link, or null with `error` filled.
 TFRING_API void* tfring_tls_open(const char* library, int data_fd, int accepts, const void* key,
                                  double seconds, tfring_error* error);
 TFRING_API void tfring_tls_close(void* tls);
-// Tells a peer, over a control connection no world owns yet, that this rank gives up.
+// Tells a peer that this rank gives up, over a control connection that no world owns yet.
 TFRING_API void tfring_send_abort(int control_fd, const tfring_error* why);
 
-// The schedules, and which of them is chosen.
+// The schedules, and the choice between them.
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
 TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
 TFRING_API int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size);
 TFRING_API int tfring_choose_rooted(int64_t num_bytes, int size);
 TFRING_API int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size);
-// Fills table[step] = {to, send, from, recv, reduce}, -1 for none; returns the number of steps. `more` is the
+// Fills table[step] = {to, send, from, recv, reduce}, -1 for none. Returns the number of steps. `more` is the
 // root, or the number of members on a host.
 TFRING_API int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5],
                                int max_steps);
-// Fills `positions` with those that `position` exchanges anything with; returns how many.
+// Fills `positions` with those that exchange messages with `position`. Returns their number.
 TFRING_API int tfring_partners(int position, int size, int local_size, int32_t* positions);
 
-// Adam's update (Kingma and Ba 2015) of `count` elements of float32 or float64. `scalars` are the step's size
-// alpha, 1 - beta_1, 1 - beta_2 and epsilon; `from` and `to` the momentum, the velocity and the weight before
-// and after, which may be the same memory.
+// Computes Adam's update (Kingma and Ba 2015) of `count` float32 or float64 elements. `scalars` are the step
+// size alpha, 1 - beta_1, 1 - beta_2 and epsilon. `from` and `to` are the momentum, the velocity and the
+// weight before and after, which may be the same memory.
 TFRING_API void tfring_adam(int dtype, const void* scalars, const void* gradients, const void* const* from,
                             void* const* to, int64_t count);
-// As tfring_adam, of a table of `num_rows` rows of `width` elements, of which `count` have a gradient, each
-// once, and the others one of zero. `id_type` is int32 or int64. Returns 0 where an id is there twice or is
-// none of the table's, -1 without memory; nothing is written then.
+// Computes the update of tfring_adam for a table of `num_rows` rows of `width` elements. `count` rows have a
+// gradient, each once; the gradient of the others is zero. `id_type` is int32 or int64. Returns 0 if an id
+// occurs twice or is not a row of the table, -1 if there is no memory; nothing is written then.
 TFRING_API int tfring_adam_rows(int dtype, const void* scalars, const void* gradients, int id_type,
                                 const void* ids, int64_t count, int64_t num_rows, int64_t width,
                                 const void* const* from, void* const* to);
 
-// The arithmetic alone (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512";
-// returns 0 where this processor has them not.
+// The arithmetic only (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512".
+// Returns 0 if this processor does not support them.
 TFRING_API int tfring_use_instructions(const char* name);
 TFRING_API void tfring_reduce_two(int dtype, int op, void* out, const void* a, const void* b, int64_t count);
 TFRING_API void tfring_reduce_many(int dtype, int op, void* out, const void* const* parts, int num_parts,

@@ -1,4 +1,4 @@
-// Element types, and what can be done with them. The numbers of DType are those of TensorFlow's TF_DataType.
+// Element types and their operations. The numbers of DType are those of TensorFlow's TF_DataType.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +25,12 @@ enum class DType : int32_t {
 
 enum class Op : int32_t { kSum = 0, kMax = 1, kMin = 2, kProduct = 3 };
 
-// 0 for a type the ring does not carry.
+// Returns 0 for a type that the ring does not support.
 int64_t size_of(DType dtype);
 const char* name_of(DType dtype);
 const char* name_of(Op op);
 
-// bool has no sum and no product: whether a sum should count or saturate is the caller's to say. Complex
+// bool has no sum and no product: the caller must decide whether a sum should count or saturate. Complex
 // numbers have no order.
 bool can_reduce(DType dtype, Op op);
 

@@ -1,5 +1,5 @@
-// Collectives whose sizes are learned on the way: first every rank's numbers of rows, right behind them the
-// rows; between the two the caller is asked where the rows go.
+// Collectives with sizes that ranks learn on the way: every rank's numbers of rows come first, directly
+// followed by the rows. Between the two the caller is asked for memory.
 #include "exchange.h"
 
 #include <algorithm>
@@ -10,18 +10,18 @@
 
 namespace tfring {
 
-// Numbers of rows of each tensor that each member sends to each other.
+// Numbers of rows of each tensor that members send to each other.
 struct Exchange::Rows {
   Kind kind;
-  int root;  // the member all is sent to or comes from, -1 for none
+  int root;  // the member that receives or sends all rows, -1 for none
   int member;
   int size;
   const tfring_tensor* tensors;
   size_t count;                    // of tensors
   std::vector<int64_t> row_bytes;  // [tensor]
-  std::vector<int64_t> mine;       // [member][tensor]: that go to it
-  std::vector<int64_t> theirs;     // [member][tensor]: that come from it
-  int64_t most_beside = 0;         // bytes that come beside the numbers, where they are all a member has
+  std::vector<int64_t> mine;       // [member][tensor]: sent to it
+  std::vector<int64_t> theirs;     // [member][tensor]: received from it
+  int64_t most_beside = 0;         // bytes sent with the numbers, if they are all rows of a member
 
   bool gives(int from, int to) const {
     if (kind == Kind::kGather) return to == root;
@@ -37,7 +37,7 @@ struct Exchange::Rows {
     return total;
   }
   bool comes_beside(int from) const { return most_beside > 0 && theirs_bytes(from) <= most_beside; }
-  // An all_gather's large blocks are sent round, for each is wanted by all.
+  // An all_gather sends large blocks along a ring, because all members need each of them.
   bool is_sent_around(int from) const {
     if (kind != Kind::kAllGather || comes_beside(from)) return false;
     return size > kFlatMembers || !is_small(theirs_bytes(from), size);
@@ -87,7 +87,8 @@ Status Exchange::exchange(const tfring_call& call, const tfring_tensor* tensors,
   return execution_.execute(Until::kDone);
 }
 
-// Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
+// Sends bytes to each member, or all bytes to all, and receives theirs into `to`, in the order of the
+// members.
 Status Exchange::exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
                                 std::vector<int64_t>* theirs) {
   const Group& group = execution_.group();
@@ -107,7 +108,7 @@ Status Exchange::exchange_bytes(Kind kind, const char* bytes, const std::vector<
   return execution_.execute(Until::kDone);
 }
 
-// Numbers, and behind them rows, on their way to each member; returns when the numbers of all are here.
+// Begins to send numbers, followed by rows, to each member. Returns when the numbers of all have arrived.
 Status Exchange::announce_rows(Rows* rows) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -135,7 +136,7 @@ Status Exchange::announce_rows(Rows* rows) {
   plan.spans.add(rows->mine.data(), rows->mine.data(), numbers * rows->size);
   const int64_t from = plan.spans.size();
   plan.spans.add(rows->theirs.data(), rows->theirs.data(), numbers * rows->size);
-  std::vector<int64_t> begins(rows->count + 1);  // of the tensors, in the spans
+  std::vector<int64_t> begins(rows->count + 1);  // positions of the tensors in the spans
   for (size_t t = 0; t < rows->count; ++t) {
     const tfring_tensor& tensor = rows->tensors[t];
     int64_t total = 0;
@@ -144,7 +145,7 @@ Status Exchange::announce_rows(Rows* rows) {
     begins[t] = plan.spans.size();
     plan.spans.add(tensor.input, const_cast<void*>(tensor.input), total * rows->row_bytes[t]);
   }
-  // Each begins with another, so that not all send to the same one at once.
+  // Each begins with a different member, so that not all send to the same one at once.
   std::vector<int64_t> skipped(rows->count * static_cast<size_t>(rows->size));  // [member][tensor]: bytes
   for (size_t t = 0; t < rows->count && rows->kind != Kind::kAllGather; ++t) {
     int64_t before = 0;
@@ -161,7 +162,7 @@ Status Exchange::announce_rows(Rows* rows) {
     if (rows->gives(takes_from, rows->member)) {
       plan.add_recv(source, {from + takes_from * numbers, numbers});
     } else if (rows->gives(rows->member, takes_from)) {
-      plan.add_recv(source, {});  // acknowledges that it does the same
+      plan.add_recv(source, {});  // acknowledgement of the same call
     }
     if (!rows->gives(rows->member, sends_to)) {
       if (rows->gives(sends_to, rows->member)) plan.add_send(rank, {});
@@ -178,7 +179,7 @@ Status Exchange::announce_rows(Rows* rows) {
   return execution_.execute(Until::kReceived);
 }
 
-// They came from another process: what they ask for must be memory that can exist.
+// The numbers came from another process, so the memory that they need must be checked.
 Status Exchange::check_rows(const Rows& rows) const {
   const Group& group = execution_.group();
   for (int m = 0; m < rows.size; ++m) {
@@ -198,14 +199,14 @@ Status Exchange::check_rows(const Rows& rows) const {
 
 Status Exchange::request_outputs(const std::vector<int64_t>& numbers, tfring_allocate allocate, void* context,
                                  void** outputs) {
-  // Or Ctrl-C would be raised as `allocate` begins, where no caller can catch it.
+  // Otherwise Ctrl-C would be raised when `allocate` begins, and no caller could catch it.
   TFRING_TRY(execution_.waiting().look_up_at_once());
   int32_t placed = 0;
   allocate(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs, &placed);
   return placed == 0 ? execution_.waiting().interrupt() : Status();
 }
 
-// Computes where the rows of each member go.
+// Computes the positions of the rows of each member.
 void Exchange::take_rows(const Rows& rows, void* const* outputs) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();

@@ -1,4 +1,4 @@
-// Collectives whose sizes are learned on the way, and sends and receives.
+// Collectives with sizes that ranks learn on the way, and sends and receives.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace tfring {
 
-// Lets the plan of the call under way grow as sizes become known, and asks the caller for memory.
+// Extends the plan of the current call as sizes become known, and asks the caller for memory.
 class Exchange {
  public:
   Exchange(Execution* execution, Collectives* collectives)
@@ -22,7 +22,7 @@ class Exchange {
 
   Status run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, const int64_t* counts,
              tfring_allocate allocate, void* context);
-  // Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
+  // Sends bytes to each member, or all bytes to all, and receives theirs into `to`, in the order of members.
   Status exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
                         std::vector<int64_t>* theirs);
   Status request_outputs(const std::vector<int64_t>& numbers, tfring_allocate allocate, void* context,

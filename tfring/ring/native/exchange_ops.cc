@@ -1,4 +1,4 @@
-// Outputs are allocated where the engine knows how many rows come.
+// Outputs are allocated once the engine knows the numbers of rows.
 #include "exchange_ops.h"
 
 #include <cstring>
@@ -10,18 +10,18 @@ namespace {
 
 constexpr int64_t kNoWorld = 0;  // a sum of this process's rows alone
 
-// The tensors of an exchange, and where their rows go once it is known how many there are.
+// The tensors of an exchange, and the memory for their rows once the numbers are known.
 struct Exchanged {
   Invocation* invocation;
   int world_size;
-  int64_t* all_rows;  // the last output: [rank][tensor], and of a sum of rows one more, this rank's own
+  int64_t* all_rows;  // the last output: [rank][tensor], and for a sum of rows one more row for this rank
   std::vector<tfring_tensor> tensors;
-  std::vector<std::vector<int64_t>> dims;  // to which the tensors point
-  int own = 0;                             // rows of numbers behind those of the ranks
+  std::vector<std::vector<int64_t>> dims;  // the tensors point to these
+  int own = 0;                             // rows of numbers after those of the ranks
 
   int count() const { return static_cast<int>(tensors.size()); }
 
-  // Takes the tensors from input `first` on, and makes room for the numbers of rows.
+  // Takes the tensors from input `first`, and allocates the numbers of rows.
   bool take(int first) {
     world_size = invocation->handle() == kNoWorld ? 1 : tfring_world_size(invocation->handle());
     if (world_size < 0) {
@@ -84,7 +84,7 @@ void all_reduce_rows(void* state, TF_OpKernelContext* context) {
                        ? tfring_sum_rows(&invocation.call(), exchanged.tensors.data(), exchanged.count(),
                                          &Exchanged::allocate, &exchanged, invocation.error())
                        : exchanged.run(Kind::kAllReduceRows);
-  if (invocation.ok()) invocation.check(code);  // else memory was short
+  if (invocation.ok()) invocation.check(code);  // otherwise there was no memory
 }
 
 void exchange_rows(void* state, TF_OpKernelContext* context) {

@@ -1,8 +1,8 @@
-// The execution of a plan: move bytes while any move.
+// The execution of a plan: moves bytes as long as any can move.
 //
-// Each peer has a queue of sends and one of receives, which go on at their own pace. What is sent may be what
-// another receive brings; then it follows byte by byte, so a large buffer streams round a ring, and adding
-// one part overlaps the transfer of the next.
+// Each peer has a queue of sends and one of receives, which progress independently. A send of data that
+// another receive brings follows it byte by byte, so a large buffer streams along a ring, and adding one part
+// overlaps the transfer of the next.
 #include "execute.h"
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 namespace tfring {
 namespace {
 
-constexpr int64_t kSegmentBytes = 256 * 1024;  // moved one way before another gets its turn
-constexpr int64_t kLargeBytes = 1024 * 1024;   // from here on a collective's time tells something
+constexpr int64_t kSegmentBytes = 256 * 1024;  // moved in one direction before another gets its turn
+constexpr int64_t kLargeBytes = 1024 * 1024;   // from this size a collective's time is meaningful
 constexpr int kMovesToLookUp = 64;             // after this many, check for Ctrl-C
-constexpr int kMaxParts = 16;                  // of one call into a channel
+constexpr int kMaxParts = 16;                  // in one call of a channel
 constexpr int64_t kZeroBytes = 16 * 1024;
 alignas(64) const char kZeros[kZeroBytes] = {};
 
@@ -58,7 +58,7 @@ Status Execution::execute(Until until) {
   return status;
 }
 
-// A ring tells each sender how long it took.
+// A ring reports its duration to each sender.
 void Execution::learn(int64_t start) {
   Link* only = nullptr;
   for (const Queue& queue : plan_.queues) {
@@ -160,7 +160,7 @@ Status Execution::receive_header(Queue* queue, bool* moved) {
   return liveness_.lock()->report_disagreement(link->rank, theirs, now_nanoseconds());
 }
 
-// Receives what is there of a transfer, at most a segment, and adds it or puts it in place.
+// Receives the available bytes of a transfer, at most a segment, and adds or stores them.
 Status Execution::receive_bytes(const Transfer& transfer, Link* link, int64_t* got) {
   Receiver* receiver = link->receiver.get();
   int64_t left = std::min(plan_.receivable(transfer), kSegmentBytes);
@@ -218,7 +218,7 @@ Status Execution::fail(Code code, const std::string& message, Reason reason, int
 Status Execution::fail_without_memory() {
   try {
     return fail(Code::kInternal, "rank " + std::to_string(settings_.rank) + " has no memory for " + here());
-  } catch (const std::bad_alloc&) {  // not even for that
+  } catch (const std::bad_alloc&) {  // not even for the message
     return liveness_.lock()->break_up({Code::kInternal, "no memory"});
   }
 }

@@ -1,4 +1,4 @@
-// The execution of a plan: moves bytes while any move.
+// The execution of a plan: moves bytes as long as any can move.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@
 
 namespace tfring {
 
-// Knows the plan of the call under way and the links, and no collectives. Belongs to the thread that has the
-// turn.
+// Knows the plan of the current call and the links, but no collectives. Belongs to the thread that holds the
+// call lock.
 class Execution {
  public:
   Execution(const Settings& settings, Guarded<Liveness>* liveness, WakeEvent* wake_event);
 
-  // The state that it works on: the caller says whose call it is, and fills the plan.
+  // The state of the execution. The caller sets the call and fills the plan.
   Call& call() { return call_; }
   Plan& plan() { return plan_; }
   Group& group() { return *call_.group; }
@@ -34,9 +34,9 @@ class Execution {
   const Settings& settings() const { return settings_; }
   Waiting& waiting() { return waiting_; }
 
-  // Moves bytes until the plan is that far. A plan may then grow, and be executed further.
+  // Moves bytes until the plan has reached this point. The plan may then grow and be executed further.
   Status execute(Until until);
-  // The connection to a rank has ended, with kGone or kGarbled.
+  // Handles a connection to a rank that has ended with kGone or kGarbled.
   Status cut_off(int rank, int64_t why);
   // Breaks the ring.
   Status fail(Code code, const std::string& message, Reason reason = Reason::kNone, int rank = -1);

@@ -1,4 +1,4 @@
-// Every descriptor of every ring in one table, for fork.
+// A table of the descriptors of all rings, for fork.
 #include "fd.h"
 
 #include <unistd.h>

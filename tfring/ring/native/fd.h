@@ -1,13 +1,14 @@
-// A descriptor that belongs to this process alone: a forked child closes its copy at once.
+// A descriptor that belongs to this process only: a forked child closes its copy at once.
 #pragma once
 
 namespace tfring {
 
-// Else a child that lives on would keep its parent's connections open, and no peer would see the parent die.
+// Otherwise a surviving child would keep its parent's connections open, and peers would not notice that the
+// parent died.
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd);  // takes it over; -1 for none
+  explicit Fd(int fd);  // takes over the descriptor; -1 for none
   ~Fd() { reset(); }
   Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Fd& operator=(Fd&& other) noexcept;
@@ -21,7 +22,7 @@ class Fd {
   int fd_ = -1;
 };
 
-// Around a fork. No descriptor is opened or closed between the first and one of the others.
+// To be called around a fork. No descriptor is opened or closed between the first and one of the others.
 void hold_fds();
 void release_fds();
 void close_fds_in_child();

@@ -1,4 +1,4 @@
-// Frames: filled, compared, put into words.
+// Fills, compares and describes frames.
 #include "frame.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint64_t kHashStart = 14695981039346656037u;
 
-// FNV-1a over 64-bit words, stirred so that short inputs spread.
+// FNV-1a over 64-bit words, mixed so that short inputs spread.
 uint64_t mix(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 1099511628211u;
   return hash ^ (hash >> 29);
@@ -44,7 +44,7 @@ CallHeader make_header(const Group& group, const tfring_call& call, const tfring
   header.kind = static_cast<uint8_t>(kind);
   header.op = reduces(kind) ? static_cast<uint8_t>(call.op) : 0;
   header.compression = static_cast<uint8_t>(call.compression);
-  // The receiver of a send or receive, so that both ranks write the same.
+  // For a send or receive, the receiver, so that both ranks have the same value.
   header.root = kind == Kind::kReceive ? group.member : has_root(kind) ? call.root : -1;
   header.group = group.identity;
   header.sequence = sequence;
@@ -92,7 +92,7 @@ bool agree(const CallHeader& mine, const CallHeader& theirs) {
 std::string describe(const CallHeader& header) {
   const Kind kind = static_cast<Kind>(header.kind);
   const std::string name(header.name,
-                         strnlen(header.name, sizeof(header.name)));  // from a peer, perhaps without its end
+                         strnlen(header.name, sizeof(header.name)));  // from a peer, possibly not terminated
   std::string text = std::string(name_of(kind)) + " \"" + name + "\"";
   if (kind == Kind::kBarrier) return text;
   if (reduces(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
@@ -108,7 +108,7 @@ std::string describe(const CallHeader& header) {
   }
   if (header.num_tensors > 1) text += " of " + std::to_string(header.num_tensors) + " tensors, the first";
   text += std::string(" ") + name_of(static_cast<DType>(header.dtype));
-  if (kind == Kind::kReceive) return text;  // of whatever shape
+  if (kind == Kind::kReceive) return text;  // of any shape
   text += "[";
   for (int i = 0; i < std::min<int>(header.num_dims, kMaxDims); ++i) {
     text += (i > 0 ? ", " : "") + std::to_string(header.dims[i]);

@@ -12,13 +12,13 @@ uint64_t mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 31);
 }
 
-// Orders the members of a group: those of a host in a row.
+// Orders the members of a group, with those of a host adjacent.
 void assign_hosts(const std::vector<int32_t>& hosts, Group* group) {
   const auto host_of = [&](int member) { return hosts[static_cast<size_t>(group->rank_of(member))]; };
   for (int m = 0; m < group->size(); ++m) group->member_at.push_back(m);
   std::stable_sort(group->member_at.begin(), group->member_at.end(),
                    [&](int a, int b) { return host_of(a) < host_of(b); });
-  std::vector<int> sizes;  // of the hosts
+  std::vector<int> sizes;  // number of members of each host
   for (int p = 0; p < group->size(); ++p) {
     const int member = group->member_at[static_cast<size_t>(p)];
     group->order.push_back(group->rank_of(member));
@@ -44,7 +44,7 @@ std::shared_ptr<Group> make_group_of_all(const Settings& settings) {
   all->identity = settings.identity;
   for (int r = 0; r < settings.world_size; ++r) all->ranks.push_back(r);
   all->member = settings.rank;
-  all->sequence = UINT64_MAX;  // the opening barrier is collective 0, the user's first 1
+  all->sequence = UINT64_MAX;  // the opening barrier is collective 0, the user's first is 1
   assign_hosts(settings.hosts, all.get());
   return all;
 }

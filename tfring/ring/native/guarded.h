@@ -1,4 +1,4 @@
-// A lock and the value behind it.
+// A lock and the value that it protects.
 #pragma once
 
 #include <mutex>
@@ -6,11 +6,11 @@
 
 namespace tfring {
 
-// A value that is reached with its lock held, and no other way.
+// A value that is accessible only with its lock held.
 template <typename T>
 class Guarded {
  public:
-  // Holds the lock as long as it lives.
+  // Holds the lock during its lifetime.
   class Locked {
    public:
     Locked(std::mutex& mutex, T* value) : lock_(mutex), value_(value) {}

@@ -8,9 +8,9 @@
 
 namespace tfring {
 
-// Asks the kernel for pages of 2 MB in memory fresh from it: it zeroes each page where it is first touched,
-// and does so several times faster for one of 2 MB than for 512 of 4 kB. Memory below is left alone. NumPy
-// does the same.
+// Asks the kernel for pages of 2 MB in newly allocated memory: it zeroes each page on first touch, which is
+// several times faster for one page of 2 MB than for 512 of 4 kB. Smaller memory is left alone. NumPy does
+// the same.
 inline void in_huge_pages(void* memory, size_t size) {
   constexpr uintptr_t kPage = 2 << 20;
   constexpr size_t kWorthwhile = 2 * kPage;
@@ -18,7 +18,7 @@ inline void in_huge_pages(void* memory, size_t size) {
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + size) / kPage * kPage;
 #ifdef MADV_HUGEPAGE
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // where it is refused, small ones do
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // small pages do if it fails
 #endif
 }
 

@@ -1,4 +1,4 @@
-// One call of an op's kernel: its tensors, its first failure.
+// One call of an op's kernel: its tensors and its first failure.
 #pragma once
 
 #include <string>
@@ -26,14 +26,14 @@ class ScopedStatus {
   TF_Status* status_;
 };
 
-// Inputs of an op with a gradient, after all others: `before`, the `done` of the call before this one, which
-// is never read, and `of`, that of the call whose gradient this is, or 0.
+// The last inputs of an op with a gradient: `before`, the `done` of the previous call, which is never read,
+// and `of`, the `done` of the call whose gradient this is, or 0.
 constexpr int kNumOrdering = 2;
-// Number of calls in a row that `done` tells apart; a float32, for a tape passes integers by, holds them
-// exactly.
+// Number of consecutive calls that `done` distinguishes. It is a float32, because a tape ignores integers,
+// and holds these numbers exactly.
 constexpr uint64_t kNumNames = (1 << 24) - 1;
 
-// The payload of a status that a broken ring has set; its value is the ring's identity (ops.py).
+// The payload of a status that a broken ring sets. Its value is the ring's identity (ops.py).
 constexpr char kPayload[] = "tfring";
 
 // The attributes of a node.
@@ -41,13 +41,13 @@ struct Attributes {
   int64_t handle = 0;
   int64_t op = 0;
   int64_t root = 0;
-  int64_t which = 0;  // of the exchanges; of a receive, the number of the dtype
+  int64_t which = 0;  // for exchanges, the kind; for a receive, the number of the dtype
   int64_t compression = 0;
   bool has_gradient = false;
   std::string key;
 };
 
-// One call of a kernel: collects tensors, remembers the first failure, reports it at the end.
+// One call of a kernel. Collects tensors, remembers the first failure, and reports it at the end.
 class Invocation {
  public:
   Invocation(const Attributes& attributes, TF_OpKernelContext* context)
@@ -70,17 +70,17 @@ class Invocation {
   Invocation& operator=(const Invocation&) = delete;
 
   bool ok() const { return status_.ok(); }
-  // Without those about the order of gradients, which come last.
+  // Excludes the last inputs, for the order of gradients.
   int num_inputs() const { return tf.TF_NumInputs(context_) - (attributes_.has_gradient ? kNumOrdering : 0); }
-  // Calls a collective; returns the core's answer.
+  // Calls a collective and returns the core's answer.
   int run(Kind kind, const tfring_tensor* tensors, int num_tensors, const int64_t* counts = nullptr,
           tfring_allocate allocate = nullptr, void* to = nullptr) {
     call_.kind = static_cast<int32_t>(kind);
     return tfring_run(attributes_.handle, &call_, tensors, num_tensors, counts, allocate, to, &error_);
   }
-  // Ends a call whose last output is its sequence, which its gradient names.
+  // Ends a call. Its last output is its sequence number, to which its gradient refers.
   void finish(int code) {
-    if (ok()) check(code);  // else memory was short
+    if (ok()) check(code);  // otherwise there was no memory
     if (!ok()) return;
     void* done = allocate(tf.TF_NumOutputs(context_) - 1, static_cast<TfDataType>(DType::kFloat32), {});
     if (ok()) *static_cast<float*>(done) = static_cast<float>((sequence_ - 1) % kNumNames + 1);
@@ -88,14 +88,14 @@ class Invocation {
   tfring_call& call() { return call_; }
   tfring_error* error() { return &error_; }
 
-  // Held until the end of the call. Null after a failure.
+  // Holds the input until the end of the call. Returns null after a failure.
   TF_Tensor* input(int index) {
     TF_Tensor* tensor = nullptr;
     tf.TF_GetInput(context_, index, &tensor, status_.get());
     return hold(tensor);
   }
 
-  // Reads the input that says whether this rank takes part; else it contributes zeros.
+  // Reads the input `active`. If it is false, this rank contributes zeros.
   void read_active(int index) {
     const TF_Tensor* active = input(index);
     if (ok()) call_.inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
@@ -112,7 +112,7 @@ class Invocation {
     return dims;
   }
 
-  // Output `output` of the shape of input `index`, in that input's memory where no other op needs it.
+  // Makes output `output` with the shape of input `index`, in that input's memory if no other op needs it.
   void in_place(int index, int output, tfring_tensor* tensor, std::vector<int64_t>* dims) {
     TfDataType dtype = 0;
     *dims = input_dims(index, &dtype);
@@ -162,7 +162,7 @@ class Invocation {
         return kTfAborted;
       case TFRING_TIMEOUT:
         return kTfDeadlineExceeded;
-      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
+      case TFRING_INTERRUPTED:  // Python raises KeyboardInterrupt once it runs again
         return kTfCancelled;
       default:
         return kTfInternal;
@@ -184,7 +184,7 @@ class Invocation {
   std::vector<TF_Tensor*> held_;
 };
 
-// All tensors from input `first` on, each with an output of its shape.
+// All tensors from input `first`, each with an output of its shape.
 class InPlaceTensors {
  public:
   InPlaceTensors(Invocation* invocation, int first)
@@ -200,7 +200,7 @@ class InPlaceTensors {
 
  private:
   std::vector<tfring_tensor> tensors_;
-  std::vector<std::vector<int64_t>> dims_;  // to which the tensors point
+  std::vector<std::vector<int64_t>> dims_;  // the tensors point to these
 };
 
 }  // namespace tfring

@@ -1,4 +1,4 @@
-// Chooses the instruction set, and implements what needs no loop of its own.
+// Chooses the instruction set, and implements functions without their own loops.
 #include "kernels.h"
 
 #include <algorithm>
@@ -29,8 +29,8 @@ const Kernels& kernels() {
   return *best;
 }
 
-// The arithmetic IEEE 754 describes, whatever the caller has set: TensorFlow's threads take subnormal numbers
-// for zero, Python's do not, and ranks may call from either.
+// Sets the arithmetic of IEEE 754, whatever mode the caller has set: TensorFlow's threads treat subnormal
+// numbers as zero, Python's do not, and ranks may call from either.
 class StandardArithmetic {
  public:
 #if defined(__x86_64__)
@@ -51,9 +51,9 @@ class StandardArithmetic {
 #endif
 };
 
-constexpr int64_t kBlock = 2048;  // elements: a few of these stay in the cache nearest to the processor
+constexpr int64_t kBlock = 2048;  // elements: a few such blocks fit into the innermost cache
 
-// float32 in between, rounded once.
+// Computes in float32 and rounds once.
 void reduce_many_wide(const Kernels& use, DType dtype, Op op, char* out, const void* const* parts,
                       int num_parts, int64_t count) {
   float total[kBlock];

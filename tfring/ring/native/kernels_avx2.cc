@@ -1,4 +1,4 @@
-// AVX2 with F16C: every processor for servers since 2013 (Intel) and 2015 (AMD).
+// AVX2 with F16C, as in all server processors since 2013 (Intel) and 2015 (AMD).
 #if defined(__x86_64__)
 #include "kernels.h"
 //
@@ -34,7 +34,7 @@ inline void narrow_lanes(void* to, __m256 values) {
 
 bool supported() {
   __builtin_cpu_init();
-  unsigned a = 0, b = 0, c = 0, d = 0;  // not every compiler's __builtin_cpu_supports knows f16c
+  unsigned a = 0, b = 0, c = 0, d = 0;  // __builtin_cpu_supports of some compilers does not know f16c
   return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
 

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// With a mask of all lanes: g++ 12 takes the forms without one for uses of what is not set.
+// With a mask of all lanes: g++ 12 reports uses of uninitialized values in the forms without a mask.
 inline __m512 widen_lanes(const void* from) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
@@ -34,7 +34,7 @@ inline void narrow_lanes(void* to, __m512 values) {
 
 #include "kernels_f16c.h"
 
-// g++ 12.2 fuses products and sums of complex numbers here even when told not to (its bug 107647).
+// g++ 12.2 fuses products and sums of complex numbers here even if told not to (its bug 107647).
 void reduce_unfused(DType dtype, Op op, void* out, const void* a, const void* b, int64_t count) {
   const bool is_complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
   (is_complex ? kAvx2.reduce : reduce_any)(dtype, op, out, a, b, count);

@@ -1,4 +1,4 @@
-// float16 by the processor's own conversions. Included after kernels_loops.h, by files that define kLanes,
+// float16 by the conversions of the processor. Included after kernels_loops.h, by files that define kLanes,
 // widen_lanes and narrow_lanes.
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));

@@ -1,13 +1,13 @@
 // The loops. Included by the file of each set of instructions, inside its own unnamed namespace, so that the
-// compiler vectorizes them again with what that file allows.
+// compiler vectorizes them with the instructions that this file allows.
 
-// float16, which that file defines below: as a loop, or with the processor's own conversions.
+// float16 conversions, which that file defines below: as a loop, or with the processor's conversions.
 template <typename Operation>
 void reduce_float16(void* out, const void* a, const void* b, int64_t count);
 void widen_float16(float* out, const void* in, int64_t count);
 void narrow_float16(void* out, const float* in, int64_t count);
 
-// The iterations do not depend on each other, though `out` may be `a`.
+// The iterations do not depend on each other, although `out` may be `a`.
 #if defined(__clang__)
 #define TFRING_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -38,7 +38,7 @@ inline float float_of(uint32_t bits) {
   return value;
 }
 
-// Processors differ in which operand's NaN they pass on, and in the sign of one they make.
+// Processors differ in which operand's NaN they pass on, and in the sign of a NaN that they make.
 template <typename T>
 inline T canonical(T value) {
   return value;
@@ -46,7 +46,7 @@ inline T canonical(T value) {
 inline float canonical(float value) { return value != value ? __builtin_nanf("") : value; }
 inline double canonical(double value) { return value != value ? __builtin_nan("") : value; }
 
-// The type of an element in memory, and the type of the computation. `narrow` makes NaNs canonical.
+// The types of an element in memory and in the computation. `narrow` makes NaNs canonical.
 template <typename T>
 struct Number {
   using Stored = T;
@@ -76,11 +76,11 @@ struct Product {
   static T apply(T a, T b) {
     return static_cast<T>(a * b);
   }
-  // uint16_t would be multiplied as int, which overflows.
+  // uint16_t would be multiplied as int, which may overflow.
   static uint16_t apply(uint16_t a, uint16_t b) { return static_cast<uint16_t>(uint32_t{a} * uint32_t{b}); }
 };
 
-// A NaN on either side wins, as in np.maximum: a != a holds for NaN only.
+// NaN on either side takes precedence, as in np.maximum: a != a is true only for NaN.
 struct Max {
   template <typename T>
   static T apply(T a, T b) {
@@ -119,7 +119,7 @@ void multiply_complex(void* out, const void* a, const void* b, int64_t count) {
   }
 }
 
-// Integers wrap round, as NumPy's do: sums and products of signed ones are those of their bits.
+// Integers wrap around, as in NumPy: sums and products of signed integers are those of their bits.
 template <typename Operation, bool kBitwise>
 void reduce_as(DType dtype, void* out, const void* a, const void* b, int64_t count) {
   constexpr bool kProduct = std::is_same<Operation, Product>::value;
@@ -174,7 +174,7 @@ void reduce_any(DType dtype, Op op, void* out, const void* a, const void* b, int
 inline float root(float value) { return __builtin_sqrtf(value); }
 inline double root(double value) { return __builtin_sqrt(value); }
 
-// In the order in which Keras computes it, each operation rounded by itself.
+// Computes in the order of Keras, with each operation rounded by itself.
 template <typename T>
 void adam_loop(const void* scalars, const void* gradients, const void* const* from, void* const* to,
                int64_t count) {

@@ -9,10 +9,10 @@ namespace {
 
 #include "kernels_loops.h"
 
-// Without a branch, which would keep the compiler from vectorizing; it makes one of ?: around floating point.
+// Avoids a branch, which would prevent vectorization; the compiler makes one for ?: around floating point.
 inline int32_t choose(bool condition, int32_t yes, int32_t no) { return no ^ ((yes ^ no) & -condition); }
 
-// In normal float32 numbers throughout, and with comparisons of signed integers, which SSE2 has.
+// Uses only normal float32 numbers, and comparisons of signed integers, which SSE2 has.
 struct Float16 {
   using Stored = uint16_t;
 
@@ -30,11 +30,11 @@ struct Float16 {
     const uint32_t bits = bits_of(value);
     const int32_t magnitude = static_cast<int32_t>(bits & 0x7fffffffu);
     const int32_t normal = (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // Adding 0.5 lets the adder round a subnormal half to the right place.
+    // Adding 0.5 lets the adder round a subnormal half at the right place.
     const float shifted = float_of(static_cast<uint32_t>(magnitude)) + 0.5f;
     const int32_t subnormal = static_cast<int32_t>(bits_of(shifted)) - 0x3f000000;
     int32_t half = choose(magnitude < (113 << 23), subnormal, normal);
-    half = choose(magnitude < (143 << 23), half, 0x7c00);  // rounding carries into infinity by itself
+    half = choose(magnitude < (143 << 23), half, 0x7c00);  // rounding carries into infinity automatically
     half |= static_cast<int32_t>((bits >> 16) & 0x8000u);
     return static_cast<uint16_t>(choose(magnitude > 0x7f800000, 0x7e00, half));
   }

@@ -1,4 +1,4 @@
-// The collectives: the number, the name and the traits of each.
+// The collectives: their numbers, names and traits.
 #pragma once
 
 #include <algorithm>
@@ -8,29 +8,29 @@
 
 namespace tfring {
 
-// The kinds of calls. The numbers are part of the C interface, and travel.
+// The kinds of calls. The numbers are part of the C interface and of the wire format.
 enum class Kind : uint8_t {
   kAllReduce = 0,
   kAllGather = 1,
   kReduceScatter = 2,  // outputs hold this rank's rows: tfring_chunk of the first dimension
   kBroadcast = 3,
-  kBarrier = 4,   // of no tensors
+  kBarrier = 4,   // without tensors
   kAllToAll = 5,  // counts[r * num_tensors + t] rows of tensor t go to rank r, in rank order
   kReduce = 6,    // only the root's outputs are written
   kGather = 7,    // only the root is asked for memory
-  kScatter = 8,   // as kAllToAll, with rows from the root only; the others' counts and rows do not matter
+  kScatter = 8,   // like kAllToAll, with rows from the root only; the others' counts and rows are ignored
   kSend = 9,      // one tensor
-  kReceive = 10,  // one tensor, of which only the dtype counts; `allocate` gets its dimensions
-  kAllReduceRows = 11,  // rows under ids: `num_tensors / 2` tables' values, then the ids of each, int32 or
-                        // int64; each id comes out once, with the sum of all ranks' rows for it, in the same
-                        // order on all ranks. `allocate` gets how many are of rank r's share of the ids, and
-                        // for r = world_size how many different ids this rank itself has
+  kReceive = 10,  // one tensor, of which only the dtype is used; `allocate` gets its dimensions
+  kAllReduceRows = 11,  // rows with ids: values of `num_tensors / 2` tables, then the ids of each, int32 or
+                        // int64. Results have each id once, with the sum of all ranks' rows of it, in the
+                        // same order on all ranks. `allocate` gets the number of ids in rank r's share, and
+                        // for r = world_size the number of different ids of this rank
 };
 
 enum Trait : unsigned {
   kReduces = 1,
   kByRows = 2,      // tensors have rows
-  kLearnsRows = 4,  // whose number may differ from rank to rank
+  kLearnsRows = 4,  // and their number may differ between ranks
   kHasRoot = 8,     // or a peer
   kIsPairwise = 16,
 };

@@ -1,4 +1,4 @@
-// Opening links: shared memory where both ranks are on one host, else a TCP connection.
+// Opening links: shared memory if both ranks are on one host, otherwise a TCP connection.
 #include "links.h"
 
 #include <string>

@@ -13,24 +13,24 @@
 
 namespace tfring {
 
-// Carries data between this rank and one other, both ways; belongs to the call under way. What the two say of
-// their calls goes over a connection apart from it (see liveness.h).
+// Carries data between this rank and another, in both directions. Belongs to the current call. Control
+// messages of the two use a separate connection (see liveness.h).
 struct Link {
-  // Takes over the descriptors of data.
+  // Takes over the descriptors for data.
   static Status open(const tfring_link& from, int this_rank, std::unique_ptr<Link>* link);
 
   int rank = -1;
   Fd data_fd;
-  std::unique_ptr<Tls> tls;        // null where the data is not encrypted
+  std::unique_ptr<Tls> tls;        // null if the data is not encrypted
   std::unique_ptr<Mailbox> own;    // the peer writes, this rank reads
-  std::unique_ptr<Mailbox> peers;  // and the other way round
+  std::unique_ptr<Mailbox> peers;  // this rank writes, the peer reads
   std::unique_ptr<Sender> sender;
   std::unique_ptr<Receiver> receiver;
   CallHeader their_header{};
 };
 
-// One for each pair of ranks that exchanges anything. A call uses those that were there when it began; others
-// may be added while it is under way.
+// Each pair of ranks that exchanges data has a link. A call uses the links that existed when it began; others
+// may be added while it runs.
 class Links {
  public:
   explicit Links(int world_size) : links_(static_cast<size_t>(world_size)) {}
@@ -40,7 +40,7 @@ class Links {
   void close();
 
  private:
-  std::vector<std::unique_ptr<Link>> links_;  // [rank]; null where there is none
+  std::vector<std::unique_ptr<Link>> links_;  // [rank]; null if there is none
 };
 
 }  // namespace tfring

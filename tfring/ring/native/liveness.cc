@@ -1,13 +1,13 @@
-// Peers that leave, die, stop or are cut off, seen by the watcher's thread, in a call or not.
+// Peers that leave, die, stop or are cut off, as the watcher's thread detects, inside or outside of calls.
 //
-//   - slow (wait.cc): alive, and busy in Python, in a checkpoint, in a debugger; not an error before
+//   - slow (wait.cc): alive and busy in Python, in a checkpoint, in a debugger; not an error before
 //     timeout_seconds.
-//   - stopped: its host acknowledges what it is sent, its process answers nothing.
-//   - cut off: not even that; which side of the cut is the broken one cannot be known from either.
+//   - stopped: its host acknowledges the data it is sent, but its process does not answer.
+//   - cut off: its host does not acknowledge either; neither side can know which side is broken.
 //   - gone: its connection closed without a closing frame.
 //
-// The watcher of each rank answers pings of its peers, and pings them. Whatever breaks the ring, it passes on
-// to the others, so that ranks further on learn of it too, and at once.
+// The watcher of each rank answers pings of its peers, and pings them. It passes every failure that breaks
+// the ring on to the others, so that distant ranks learn of it at once as well.
 #include "liveness.h"
 
 #include <errno.h>
@@ -24,9 +24,9 @@
 namespace tfring {
 namespace {
 
-constexpr int kPingsPerLimit = 5;         // in lost_seconds
-constexpr double kMostPingSeconds = 3.0;  // between two of them
-constexpr double kPauseSeconds = 0.1;     // before it asks again, where the kernel polls for no more
+constexpr int kPingsPerLimit = 5;         // pings in lost_seconds
+constexpr double kMostPingSeconds = 3.0;  // between two pings
+constexpr double kPauseSeconds = 0.1;     // before it tries again, if the kernel cannot poll for more
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
@@ -50,7 +50,7 @@ Status Liveness::send_hello(Peer* peer) {
     peer->send(make_control(ControlType::kClosed, settings_.rank, calls_.common(peer->rank)));
     return {Code::kInvalid, "this communicator is closed"};
   }
-  peer->send(make_control(ControlType::kPing, settings_.rank, 0));  // who has spoken is asked from then on
+  peer->send(make_control(ControlType::kPing, settings_.rank, 0));  // a rank is asked once it has spoken
   return {};
 }
 
@@ -95,8 +95,8 @@ int Liveness::watch(int64_t now, int64_t late, const Poll& poll) {
     if (!poll_for(peer, events)) wait_seconds = std::min(wait_seconds, kPauseSeconds);
     if (is_over) continue;
     if (peer->heard == 0 || !failure_.ok()) continue;
-    // Silence counts from this thread's first look on. Where it is late, this process was stopped itself and
-    // can blame no peer.
+    // Silence counts from this thread's first check. If this thread is late, this process itself was stopped
+    // and cannot blame a peer.
     if (!peer->is_watched || late * 1e-9 > settings_.lost_seconds / 4) peer->heard = now;
     peer->is_watched = true;
     if (seconds_between(peer->heard, now) > settings_.lost_seconds) (void)lose(silent(*peer, now));
@@ -177,9 +177,9 @@ void Liveness::take_control(Peer* peer) {
   }
 }
 
-// Adopts the failures that peers reported, where they concern the call under way here, or the next. Returns
-// whether the world is broken. Where a peer gave up in a later call with this rank than the one under way,
-// that one can still finish.
+// Adopts the failures that peers reported, if they concern the current call or the next. Returns whether the
+// world is broken. If a peer gave up in a later call with this rank than the current one, the current call
+// can still finish.
 bool Liveness::adopt_due_failures() {
   for (const auto& peer : peers_) {
     if (!failure_.ok()) return true;
@@ -212,7 +212,8 @@ void Liveness::answer(Peer* peer) {
   peer->send(frame);
 }
 
-// A peer is lost. If another rank has reported a failure in a later call, that is the reason.
+// Breaks the world because a peer is lost. If another rank has reported a failure in a later call, that is
+// the reason.
 Status Liveness::lose(const Status& why) {
   for (const auto& peer : peers_) {
     if (failure_.ok() && peer != nullptr && !peer->failure.ok()) return break_up(peer->failure);
@@ -220,7 +221,7 @@ Status Liveness::lose(const Status& why) {
   return break_up(why);
 }
 
-// Breaks the world here and, through the peers, everywhere. Returns why calls fail from now on.
+// Breaks the world on this rank and, through the peers, on all ranks. Returns why calls fail from now on.
 Status Liveness::break_up(const Status& status) {
   if (!failure_.ok()) return failure_;
   failure_ = status;
@@ -252,7 +253,7 @@ Status Liveness::lose_to_its_error(const Peer& peer) {
                    Reason::kRaised, peer.rank});
 }
 
-// Tells a peer why, and from which of the calls with it on.
+// Tells a peer the reason, and the first of the calls with it that fails.
 void Liveness::pass_on(Peer* peer) {
   const bool current = broke_in_call_ && calls_.takes_part(peer->rank);
   peer->send(make_abort(calls_.common(peer->rank) + (current ? 0 : 1), failure_));
@@ -277,7 +278,7 @@ Status Liveness::failure() const {
   return failure;
 }
 
-// Returns the failure to a caller: in full to the first that meets it.
+// Returns the failure to a caller: to the first one as it is, later with a note that the ring is unusable.
 Status Liveness::refusal() {
   if (told_) {
     Status again = failure_;
@@ -301,8 +302,8 @@ void Liveness::end(const Status& status) {
   adopt_due_failures();
 }
 
-// Checks whether a peer left without finishing the call under way. One that did has sent everything and needs
-// nothing more.
+// Checks whether a peer left without finishing the current call. A peer that finished it has sent all its
+// data and needs no more.
 Status Liveness::check_left() {
   if (!failure_.ok()) return failure_;
   for (const auto& peer : peers_) {
@@ -317,8 +318,8 @@ Status Liveness::check_left() {
   return {};
 }
 
-// Adopts the failure of a peer that gave up in a later call: this one could still have been finished, but
-// nothing moves.
+// Adopts the failure of a peer that gave up in a later call: the current call could still have finished, but
+// no bytes move.
 Status Liveness::adopt_peer_failure() {
   for (const auto& peer : peers_) {
     if (peer != nullptr && !peer->failure.ok()) return break_up(peer->failure);
@@ -326,8 +327,8 @@ Status Liveness::adopt_peer_failure() {
   return {};
 }
 
-// Breaks the world where a peer has reported that it is in a call that cannot be matched with this rank's, or
-// waits for this rank as this rank waits for it.
+// Breaks the world if a peer has reported that it is in a call that cannot match this rank's, or waits for
+// this rank while this rank waits for it.
 Status Liveness::compare_calls(const Peer& peer) {
   if (const CallHeader* theirs = calls_.contradiction(peer.rank, peer.report)) {
     return break_up(
@@ -342,15 +343,15 @@ Status Liveness::compare_calls(const Peer& peer) {
                    Reason::kCallsDiffer, peer.rank, settings_.rank});
 }
 
-// Fails with what the peer's header says, unless its control connection says more: a peer that gave up in
-// this call has sent the reason before it went on.
+// Fails with the call in the peer's header, unless its control connection has a reason: a peer that gave up
+// in this call has sent the reason before it continued.
 Status Liveness::report_disagreement(int rank, const CallHeader& theirs, int64_t now) {
   read_control(peer(rank), now);
   if (!failure_.ok()) return failure_;
   return break_up({Code::kMismatch, disagreement(rank, theirs), Reason::kCallsDiffer, rank, settings_.rank});
 }
 
-// In words.
+// Texts of failures.
 
 std::string Liveness::during() const {
   if (!calls_.has_begun_any()) return "while ring \"" + settings_.name + "\" was opened";

@@ -17,24 +17,24 @@
 
 namespace tfring {
 
-// Control connections, and the first failure, after which no call works. The call under way and the watcher's
-// thread share it, so it is reached through Guarded only.
+// Control connections, and the first failure, after which all calls fail. It is shared by the current call
+// and the watcher's thread, so it is used through Guarded only.
 class Liveness {
  public:
   Liveness(const Settings& settings, WakeEvent* wake_event);
 
   // Connections.
   void add(std::unique_ptr<Peer> peer) { peers_[static_cast<size_t>(peer->rank)] = std::move(peer); }
-  // Tells a peer that comes to an open world what it has missed. Fails once the world is closed.
+  // Tells a peer that joins an open world the messages it has missed. Fails once the world is closed.
   Status send_hello(Peer* peer);
-  // Once the world is open: before, a peer may still be in Python, forming it.
+  // To be called once the world is open: before, a peer may still be in Python, forming it.
   void start_asking(int64_t now);
-  // As those of Watched.
+  // See Watched.
   void hear(int rank, int64_t now);
   int watch(int64_t now, int64_t late, const Poll& poll);
   Peer* peer(int rank) const { return peers_[static_cast<size_t>(rank)].get(); }
   void ask(Peer* peer, int64_t now, double period);
-  // Sends a closing frame and closes all connections. Returns false where that was done before.
+  // Sends a closing frame and closes all connections. Returns false if this was done before.
   bool close();
 
   // Calls. Fails with the first failure, once it is set.
@@ -44,16 +44,16 @@ class Liveness {
   void tell_stands_still(bool stands) { stands_still_ = stands; }
   Calls& calls() { return calls_; }
 
-  // Failures. Those that break the world return why calls fail from then on, ok where none does.
+  // Failures. Functions that break the world return the reason why calls fail from then on, or ok.
   Status failure() const;
   Status break_up(const Status& status);
-  // Tells the peers that an error left a part of the program that all ranks run, such as model.fit. Where all
-  // have one, they go on with the ring.
+  // Tells the peers that an error left a part of the program that all ranks run, such as model.fit. If all
+  // ranks have an error, they can continue to use the ring.
   void tell_raised(const std::string& error);
-  // Returns whether the peer has raised an error in place of beginning the call under way, and this rank
-  // none.
+  // Returns whether the peer has raised an error instead of beginning the current call, and this rank has
+  // not.
   bool has_raised(const Peer& peer) const;
-  // Breaks the world by that error.
+  // Breaks the world with that error.
   Status lose_to_its_error(const Peer& peer);
   Status interrupt(const Status& status);
   Status check_left();
@@ -82,15 +82,15 @@ class Liveness {
   const Settings& settings_;
   WakeEvent& wake_event_;
   Calls calls_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null where there is none
+  std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null if there is none
   Poll poll_;
   bool closed_ = false;
-  Status failure_;                                 // calls fail with it, once it is set
-  bool broke_in_call_ = false;                     // it came while a call was under way,
-  char failed_in_[sizeof(CallHeader::name)] = {};  // of this name
-  bool interrupted_ = false;                       // this rank's doing
-  bool told_ = false;                              // the caller knows failure_
-  bool stands_still_ = false;                      // the call under way
+  Status failure_;                                 // calls fail with it once it is set
+  bool broke_in_call_ = false;                     // it came during a call
+  char failed_in_[sizeof(CallHeader::name)] = {};  // the name of that call
+  bool interrupted_ = false;                       // by Ctrl-C on this rank
+  bool told_ = false;                              // failure_ has been reported to the caller
+  bool stands_still_ = false;                      // the current call does
 };
 
 std::string seconds_text(double seconds);

@@ -1,4 +1,4 @@
-// Memory that is used again from call to call.
+// Memory that is reused between calls.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace tfring {
 
 class Memory {
  public:
-  // Allocates memory, where there is less, and drops the contents. Returns false where there is none.
+  // Allocates memory if there is less, and drops the content. Returns false if there is none.
   bool reserve(int64_t size) {
     if (size_ >= size) return true;
     bytes_.reset();

@@ -1,10 +1,10 @@
 // The ring's collectives as TensorFlow ops, on TensorFlow's C API.
 //
 // Every op takes the communicator's token, a resource that is never read: TensorFlow's automatic control
-// dependencies then run the collectives of one communicator in program order. Those with gradients take the
-// `done` of the one before as well, and the gradient's collective that of the one it belongs to (order.py).
-// Kernels are synchronous: the done callback of the C API's asynchronous kernels may not be kept past the
-// call, and a collective waits for peers only, never for another op.
+// dependencies then run the collectives of one communicator in program order. Ops with gradients also take
+// the `done` of the previous one, and the gradient's collective takes the `done` of the call it belongs to
+// (order.py). Kernels are synchronous: the done callback of the C API's asynchronous kernels must not be kept
+// after the call, and a collective waits for peers only, never for another op.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -24,7 +24,7 @@ constexpr char kTypes[] =
     "{float, double, half, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, complex64, "
     "complex128, bool}";
 
-// The tensors from input kFirst on, each with an output of its shape; input 1 before them is `active`.
+// The tensors from input kFirst, each with an output of its shape. Input 1 before them is `active`.
 template <Kind kKind, int kFirst>
 void in_place(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
@@ -35,7 +35,7 @@ void in_place(void* state, TF_OpKernelContext* context) {
   invocation.finish(code);
   if (kKind != Kind::kReduce || code != TFRING_OK) return;
   if (tfring_rank(invocation.handle()) == invocation.call().root) return;
-  for (int t = 0; t < tensors.count(); ++t) {  // zeros but at the root
+  for (int t = 0; t < tensors.count(); ++t) {  // zeros except at the root
     std::memset(tensors.data()[t].output, 0, static_cast<size_t>(num_bytes(tensors.data()[t])));
   }
 }
@@ -47,7 +47,7 @@ void reduce_scatter(void* state, TF_OpKernelContext* context) {
   if (world_size < 0) return invocation.fail(kTfInvalidArgument, "this communicator is closed");
   const size_t count = static_cast<size_t>(invocation.num_inputs() - 1);  // after token
   std::vector<tfring_tensor> tensors(count);
-  std::vector<std::vector<int64_t>> dims(count);  // to which the tensors point
+  std::vector<std::vector<int64_t>> dims(count);  // the tensors point to these
   for (size_t i = 0; i < count; ++i) {
     const TF_Tensor* input = invocation.input(static_cast<int>(i) + 1);
     if (!invocation.ok()) return;
@@ -72,8 +72,8 @@ void barrier(void* state, TF_OpKernelContext* context) {
   invocation.check(invocation.run(Kind::kBarrier, nullptr, 0));
 }
 
-// Copies rows of an array whose elements stand in two tensors, one behind the other: `head`, which ends
-// anywhere in a row, and `body`. A row has the shape of one of `like`.
+// Copies rows of an array with elements in two tensors, one after the other: `head`, which may end anywhere
+// in a row, and `body`. A row has the shape of a row of `like`.
 void gather_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* head = invocation.input(0);
@@ -113,7 +113,7 @@ void gather_rows(void* state, TF_OpKernelContext* context) {
 
 void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
 
-// Stands for what `tensor` comes from in the order of gradients, and has none.
+// Represents the origin of `tensor` in the order of gradients. Has no gradient itself.
 void slot_after(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   invocation.finish(TFRING_OK);
@@ -178,8 +178,8 @@ void* create(TF_OpKernelConstruction* construction) {
 
 void destroy(void* state) { delete static_cast<Attributes*>(state); }
 
-// Output i has the shape of input kFirst + i, but for what comes last: kLast inputs, and one output if there
-// are such, whose shape ops.py knows.
+// Output i has the shape of input kFirst + i, except for the last ones: kLast inputs, and one output if there
+// are such inputs, with a shape that ops.py knows.
 template <int kFirst, int kLast = kNumOrdering>
 void same_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   if (kLast > 0) tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
@@ -197,7 +197,7 @@ void unknown_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-// The border of a kernel: no exception leaves it.
+// The border of a kernel: no exception passes it.
 template <void (*kCompute)(void*, TF_OpKernelContext*)>
 void at_kernel(void* state, TF_OpKernelContext* context) {
   guard([&] { kCompute(state, context); },
@@ -252,7 +252,7 @@ std::string& problem() {
   return *text;
 }
 
-// TensorFlow finds the ops a library registers while it is loaded, so this runs then.
+// Runs when the library is loaded, because TensorFlow finds the ops that a library registers then.
 __attribute__((constructor)) void register_ops() {
   problem() = load_tf_api();
   const std::string one_type = std::string("T: ") + kTypes;
@@ -362,5 +362,5 @@ __attribute__((constructor)) void register_ops() {
 }  // namespace
 }  // namespace tfring
 
-// Returns the error that kept the ops from being registered; empty without one.
+// Returns the error that prevented the registration of the ops; empty if there is none.
 extern "C" TFRING_API const char* tfring_ops_problem(void) { return tfring::problem().c_str(); }

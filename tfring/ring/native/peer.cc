@@ -1,4 +1,4 @@
-// Sending to a peer, as far as its connection has room, and what its kernel says.
+// Sending to a peer, as far as its connection has room, and acknowledgements of its kernel.
 #include "peer.h"
 
 #include <errno.h>
@@ -16,9 +16,9 @@
 namespace tfring {
 namespace {
 
-// The kernel gives a control connection up when what it sent stays unacknowledged, and probes it while it is
-// silent, before the watcher's pings begin. Not so a data connection: a slow rank that takes no data for
-// minutes would look to TCP_USER_TIMEOUT as one that is lost.
+// Makes the kernel give up a control connection when sent data is not acknowledged, and probe it while it is
+// silent, before the watcher's pings begin. This is not done for data connections: a slow rank that reads no
+// data for minutes would be a lost one for TCP_USER_TIMEOUT.
 void prepare_control(int fd, double lost_seconds) {
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   const int on = 1;
@@ -52,19 +52,19 @@ void Peer::send(const ControlFrame& sent_frame) {
   const size_t sent = send_now(bytes, sizeof(sent_frame));
   if (sent == sizeof(sent_frame)) return;
   unsent.assign(bytes + sent, sizeof(sent_frame) - sent);
-  wake_watcher();  // which polls for room from now on
+  wake_watcher();  // it polls for room from now on
 }
 
 void Peer::send_unsent() { unsent.erase(0, send_now(unsent.data(), unsent.size())); }
 
-// Returns how many bytes need no sending any more.
+// Returns the number of bytes that no longer need to be sent.
 size_t Peer::send_now(const char* bytes, size_t size) const {
   size_t sent = 0;
   while (sent < size) {
     const ssize_t got = ::send(control_fd.get(), bytes + sent, size - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return sent;
-    if (got < 0) return size;  // a peer that is gone needs no telling
+    if (got < 0) return size;  // a peer that is gone needs no frames
     sent += static_cast<size_t>(got);
   }
   return sent;
@@ -74,7 +74,7 @@ bool Peer::is_acknowledged() const {
   tcp_info facts{};
   socklen_t size = sizeof(facts);
   if (getsockopt(control_fd.get(), IPPROTO_TCP, TCP_INFO, &facts, &size) != 0)
-    return true;  // not a network's
+    return true;  // not a network connection
   int left = 0;
   return ioctl(control_fd.get(), SIOCOUTQ, &left) == 0 ? left == 0 : facts.tcpi_unacked == 0;
 }

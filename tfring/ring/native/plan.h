@@ -1,4 +1,4 @@
-// A collective before it runs: spans of memory, and transfers over them, each with a peer.
+// A collective before it runs: spans of memory, and transfers of ranges of them, each with a peer.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 
 namespace tfring {
 
-// Several ranges of memory as one run of bytes.
+// Several ranges of memory as one sequence of bytes.
 class Spans {
  public:
   struct Span {
-    const char* in;  // null: zeros
+    const char* in;  // null means zeros
     char* out;
     int64_t begin;
     int64_t size;
@@ -25,7 +25,7 @@ class Spans {
   void clear();
   void add(const void* in, void* out, int64_t size);
   int64_t size() const { return size_; }
-  // The memory of the bytes from `position` on, as far as it is contiguous, at most `limit` bytes.
+  // Returns the memory of the bytes from `position`, as far as it is contiguous, at most `limit` bytes.
   Span at(int64_t position, int64_t limit) const;
 
  private:
@@ -33,38 +33,38 @@ class Spans {
   int64_t size_ = 0;
 };
 
-// One range of data on its way to or from a peer.
+// One range of data that is sent to or received from a peer.
 struct Transfer {
   Range range;  // positions in the spans
-  // A send passes on what this receive brings, as its bytes come; a receive waits until this send is over,
-  // for both use the same memory. -1: neither.
+  // A send passes on the bytes of this receive as they arrive. A receive waits until this send is over,
+  // because both use the same memory. -1 for neither.
   int after;
-  int onto;  // a reduction adds to what this receive brings, as its bytes come; -1: to what was there before
-  bool input;   // a send takes, a reduction adds to, the spans' `in`; else `out`
-  bool reduce;  // of a receive: out = in or out, op received; else out = received
-  int next;     // the next with the same peer, -1 if it is the last
+  int onto;     // a reduction adds to the bytes of this receive as they arrive; -1: to the previous content
+  bool input;   // a send reads, a reduction adds to, the spans' `in`; otherwise `out`
+  bool reduce;  // for a receive: out = in or out, op received; otherwise out = received
+  int next;     // the next one with the same peer, -1 if it is the last
   int64_t moved;
   // A transfer of no bytes sends one filler byte; see frame.h.
   int64_t wire_size() const { return range.size > 0 ? range.size : 1; }
   bool over() const { return moved == wire_size(); }
 };
 
-// The sends to one peer and the receives from it, each in order; indices into the plan's transfers.
+// The sends to one peer and the receives from it, each in order, as indices of the plan's transfers.
 struct Queue {
   int rank = -1;
-  int send = -1;  // under way, -1 when all are over
+  int send = -1;  // the current one, -1 when all are over
   int last_send = -1;
   int recv = -1;
   int last_recv = -1;
-  // Compares the two calls: one header each way, before anything else.
+  // One header in each direction comes before the data, to compare the two calls.
   bool sends_header = false;
   int64_t header_sent = 0;
   bool expects = false;
   bool header_received = false;
 };
 
-// A point in the execution of a plan: every peer has said what it is about to do, all is received, or all is
-// sent as well.
+// A point in the execution of a plan: all headers are received, all data is received, or all data is sent as
+// well.
 enum class Until { kHeaderReceived, kReceived, kDone };
 
 struct Plan {
@@ -78,23 +78,23 @@ struct Plan {
   int num_recvs_left = 0;
 
   void clear(int world_size);
-  // Return the index of the transfer. `rank` is one of the world's.
+  // Both return the index of the transfer. `rank` is a rank of the world.
   int add_send(int rank, const Range& range, int after = -1);
   int add_recv(int rank, const Range& range, bool reduce = false, int after = -1, int onto = -1);
-  // Expects a header from this peer, and no bytes yet.
+  // Expects a header from this peer, but no data yet.
   void expect(int rank) { queue(rank).expects = true; }
   // Turns a table into transfers. Position p of the table is rank order[p]; chunk c is bytes chunks[c]. With
-  // `turns`, receives take turns in two ranges of memory, so each waits for the send before it.
+  // `turns`, receives alternate between two ranges of memory, so each waits for the send before it.
   void add(const Schedule& steps, const std::vector<int>& order, const std::vector<Range>& chunks,
            bool turns = false);
 
   bool is_done(Until until) const;
-  // Bytes of the send under way that are there to be sent.
+  // Returns the bytes of the current send that can be sent now.
   int64_t sendable(const Queue& queue) const;
   bool may_receive(const Queue& queue) const;
-  // Bytes of a receive that there is use for.
+  // Returns the bytes of a receive that can be used now.
   int64_t receivable(const Transfer& recv) const;
-  // Fewer bytes than this are of no use now.
+  // Returns the least number of bytes that can be used now.
   int64_t least_receivable(const Queue& queue) const;
   bool is_pending(const Queue& queue) const { return may_receive(queue) || sendable(queue) > 0; }
 
@@ -102,10 +102,10 @@ struct Plan {
   Queue& queue(int rank);
 
   std::vector<int> queue_of_;    // [rank]: index, -1 for none
-  std::vector<int> brought_by_;  // [chunk]: the receive that brought it last, -1 for none
+  std::vector<int> brought_by_;  // [chunk]: the last receive of it, -1 for none
 };
 
-// Here, for they are asked for each peer between any two moves of bytes.
+// Inline, because they run for each peer between any two moves of bytes.
 
 inline bool Plan::is_done(Until until) const {
   if (num_recvs_left > 0 || (until == Until::kDone && num_sends_left > 0)) return false;

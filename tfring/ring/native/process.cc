@@ -15,8 +15,7 @@
 namespace tfring {
 namespace {
 
-constexpr double kHearingSeconds =
-    0.2;  // within which Python learns of a signal, unless it waits inside TensorFlow
+constexpr double kHearingSeconds = 0.2;  // for Python to learn of a signal, unless it waits inside TensorFlow
 constexpr size_t kMostWarnings = 100;
 
 tfring_python python{};
@@ -31,19 +30,19 @@ struct Shared {
   std::condition_variable changed;
   std::deque<Warning> warnings;
   std::vector<std::pair<uint64_t, bool>> standing;  // rings, and whether on threads of TensorFlow's pool
-  std::vector<std::pair<uint64_t, const RingState*>> rings;  // all this process is in
+  std::vector<std::pair<uint64_t, const RingState*>> rings;  // all rings of this process
   size_t pool_size = 0;                                      // 0: not known
-  uint32_t asked = 0;                                        // the interrupt Python was asked about last,
+  uint32_t asked = 0;  // number of the last interrupt Python was asked about
   int64_t asked_at = 0;
 };
 // Never destroyed: threads may still run while the process exits.
 Shared* shared = new Shared;
 
-std::atomic<uint32_t> interrupts{0};  // Ctrl-C so far,
-std::atomic<uint32_t> heard{0};       // as far as Python has learned of it
+std::atomic<uint32_t> interrupts{0};  // number of Ctrl-C so far
+std::atomic<uint32_t> heard{0};       // number of which Python has learned
 std::atomic<const struct sigaction*> pythons_action{nullptr};
 
-// With shared->mutex held.
+// To be called with shared->mutex held.
 bool all_threads_wait() {
   const auto on_pool = std::count_if(shared->standing.begin(), shared->standing.end(),
                                      [](const auto& one) { return one.second; });
@@ -73,19 +72,19 @@ void count_interrupt(int number, siginfo_t* info, void* context) {
   }
 }
 
-// Puts count_interrupt before the handler there is; again after another was set.
+// Installs count_interrupt before the current handler, and again after another handler was set.
 void count_interrupts() {
   struct sigaction action;
   if (sigaction(SIGINT, nullptr, &action) != 0 || action.sa_sigaction == count_interrupt) return;
   if (action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) return;
   std::lock_guard<std::mutex> lock(shared->mutex);
-  pythons_action = new struct sigaction(action);  // kept: a signal may be using the one before
+  pythons_action = new struct sigaction(action);  // not freed: a signal may still use the previous one
   action.sa_flags |= SA_SIGINFO;
   action.sa_sigaction = count_interrupt;
   sigaction(SIGINT, &action, nullptr);
 }
 
-// Python calls it between two steps of the main thread's, after the handlers of pending signals.
+// Python calls this between two steps of the main thread, after the handlers of pending signals.
 int hear(void* number) {
   heard = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(number));
   return 0;
@@ -118,7 +117,7 @@ bool op_interrupted() {
     if (seconds_between(shared->asked_at, now_nanoseconds()) < kHearingSeconds) return false;
   }
   if (python.interrupt_raises() != 0) return true;
-  heard = count;  // a handler of the user's, which runs after the op
+  heard = count;  // a handler of the user, which runs after the op
   return false;
 }
 

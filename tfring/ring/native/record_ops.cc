@@ -21,10 +21,9 @@ namespace {
 
 constexpr int64_t kHeader = sizeof(uint64_t) + sizeof(uint32_t);
 constexpr int64_t kFooter = sizeof(uint32_t);
-constexpr size_t kColumns =
-    3;  // of an entry: the file's number, where the record begins, the length of its data
+constexpr size_t kColumns = 3;  // of an entry: number of the file, offset of the record, length of its data
 
-// CRC-32C, eight bytes at a time, from eight tables.
+// Computes CRC-32C, eight bytes at a time, with eight tables.
 class Tables {
  public:
   Tables() {
@@ -67,7 +66,7 @@ __attribute__((target("sse4.2"))) uint32_t extend_by_instruction(uint32_t crc, c
 }
 #endif
 
-// The checksum as it stands in files: rotated, with a number added, for data may hold checksums, too.
+// Returns the checksum as stored in files: rotated, with a number added, because data may contain checksums.
 uint32_t checksum(const char* data, size_t size) {
   static const Tables tables;
   const auto* bytes = reinterpret_cast<const unsigned char*>(data);
@@ -83,7 +82,7 @@ uint32_t checksum(const char* data, size_t size) {
 }
 
 template <typename T>
-T number_at(const char* bytes) {  // of the host's order, as TensorFlow has it
+T number_at(const char* bytes) {  // in the byte order of the host, as in TensorFlow
   T number{};
   std::memcpy(&number, bytes, sizeof(number));
   return number;
@@ -94,7 +93,7 @@ std::string text_of(const TF_Tensor* texts, size_t index) {
   return {tf.TF_StringGetDataPointer(text), tf.TF_StringGetSize(text)};
 }
 
-// A file that is read by offsets; the first failure is the call's.
+// A file that is read at offsets. Its first failure is that of the call.
 class File {
  public:
   File(std::string path, Invocation* invocation)
@@ -139,7 +138,7 @@ class File {
   int64_t size_ = 0;
 };
 
-// The length of the record at `offset`, whose header is given; below 0, and a failure, if there is none.
+// Returns the length of the record at `offset` with this header; below 0, with a failure, if there is none.
 int64_t length_of(File* file, int64_t offset, const char* header) {
   const auto length = number_at<uint64_t>(header);
   if (number_at<uint32_t>(header + sizeof(length)) != checksum(header, sizeof(length))) {

@@ -1,14 +1,15 @@
-// Records of TFRecord files as TensorFlow ops: where they are, and those at given places.
+// TensorFlow ops for TFRecord files: the positions of records, and records at given positions.
 #pragma once
 
 #include "tf_api.h"
 
 namespace tfring {
 
-// Finds all records of a file: where each begins, its length, the checksum of its data, which is not read.
+// Finds all records of a file: the offset of each, its length, and the checksum of its data, which is not
+// read.
 void index_records(void* state, TF_OpKernelContext* context);
 
-// Reads records of files by their places, and checks them.
+// Reads records of files at given positions and checks them.
 void read_records(void* state, TF_OpKernelContext* context);
 
 }  // namespace tfring

@@ -1,13 +1,13 @@
-// The sum of rows under ids: each id once, with the rows that all members have for it, added up in their
-// order.
+// The sum of rows by ids: each id once, with the rows that all members have for it, added up in the order of
+// the members.
 //
-//   gather   each member's ids, summed locally, to all; each adds all of them up             one exchange
-//   owner    an id's rows to the member that owns it, which adds them up; the sums to all    two, of fewer
-//   bytes
-//            where many members have the same ids
+//   gather   each member sends its local sums to all; each adds all of them up    one exchange
+//   owner    an id's rows are sent to the member that owns it, which adds them    two exchanges, of fewer
+//            up and sends the sums to all                                         bytes if many members
+//                                                                                 have the same ids
 //
-// Either way a member's blocks are one for each owner and sums are made owner by owner in the order of the
-// members, so the result is the same bits in the same order.
+// In both cases a member has one block for each owner, and sums are computed owner by owner in the order of
+// the members, so the results have the same bits in the same order.
 #include "reduce_rows.h"
 
 #include <cstring>
@@ -119,14 +119,14 @@ Status RowReduction::write_rows(tfring_allocate allocate, void* context) {
   return {};
 }
 
-// counts[share][table].
+// Allocates memory for rows; `counts` is [share][table].
 Status RowReduction::allocate_rows(const std::vector<int64_t>& counts, tfring_allocate allocate,
                                    void* context, std::vector<void*>* outputs) {
   outputs->assign(2 * row_sums_.num_tables(), nullptr);
   return exchange_.request_outputs(row_sums_.numbers(counts), allocate, context, outputs->data());
 }
 
-// All members learn the same numbers, so they choose alike the next time.
+// All members learn the same numbers, so they make the same choice the next time.
 void RowReduction::observe(int64_t sent, int64_t summed) {
   const CallHeader& header = execution_.call().header;
   const uint64_t key = header.key_hash ^ header.shape_hash;

@@ -1,4 +1,4 @@
-// The sum of rows under ids, over all members of a group.
+// The sum of rows with equal ids, over all members of a group.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace tfring {
 
-// Made of exchanges.
+// Implemented by exchanges.
 class RowReduction {
  public:
   RowReduction(Execution* execution, Exchange* exchange) : execution_(*execution), exchange_(*exchange) {}
@@ -39,7 +39,7 @@ class RowReduction {
   RowSums row_sums_;
 };
 
-// Returns which way a call goes, kGather or kOwner, by what the two would have sent the last time.
+// Returns the algorithm of a call, kGather or kOwner, from the bytes that each would have sent the last time.
 Algorithm choose_way(const Group& group, const tfring_call& call, const CallHeader& header);
 
 }  // namespace tfring

@@ -1,4 +1,4 @@
-// Open addressing for the ids, and the kernels' sums for their rows.
+// Ids by open addressing, and sums of their rows by the kernels.
 #include "rows.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr int64_t kWord = sizeof(int64_t);
 
 int64_t whole_words(int64_t size) { return (size + kWord - 1) / kWord * kWord; }
 
-// So that ids of any pattern spread: the high bits say where in a table, those of the lower half whose.
+// Spreads ids of any pattern: the high bits give the position in a table, those of the lower half the owner.
 uint64_t stir(int64_t id) {
   uint64_t hash = static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15u;
   hash ^= hash >> 32;
@@ -128,7 +128,7 @@ int64_t RowSums::block_size(const int64_t* counts) const {
   return size;
 }
 
-// Returns where in a block the ids and rows of each table go; writes the header before them.
+// Computes the positions of ids and rows of each table in a block, and writes the header before them.
 void RowSums::lay_out(char* block, int64_t size, const int64_t* counts, char** ids, char** rows) const {
   std::memcpy(block, &size, kWord);
   std::memcpy(block + kWord, counts, tables_.size() * kWord);
@@ -215,7 +215,7 @@ bool RowSums::sum_own(int num_owners) {
 void RowSums::number(const std::vector<Entries>& sources) {
   const size_t num_sources = sources.size() / std::max<size_t>(tables_.size(), 1);
   shares_.push_back(sources);
-  const bool first = num_own_.empty();  // of what this rank has itself
+  const bool first = num_own_.empty();  // of this rank's own rows
   for (size_t t = 0; t < tables_.size(); ++t) {
     int64_t total = 0;
     for (size_t s = 0; s < num_sources; ++s) total += sources[s * tables_.size() + t].count;
@@ -295,7 +295,7 @@ bool RowSums::write_block(size_t share, int64_t size) {
   return true;
 }
 
-// Each id to its place, and there the sum of its rows, one after the other.
+// Writes each id to its place, and adds up its rows there, one after the other.
 void RowSums::add_up(const Table& table, const Entries* sources, size_t num_sources,
                      const int32_t* positions) {
   const size_t width = static_cast<size_t>(table.width);

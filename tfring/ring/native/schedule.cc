@@ -1,4 +1,4 @@
-// The tables that schedule.py draws; the tests have them once more.
+// The tables that schedule.py documents; the tests contain them as well.
 #include "schedule.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@ namespace {
 
 int wrap(int value, int size) { return ((value % size) + size) % size; }
 
-// The distance from a member of a binomial tree, counted from its root, to its parent; to its children it is
-// half of that, a quarter, and so on.
+// Returns the distance from a member of a binomial tree, numbered from the root, to its parent. The distances
+// to its children are half of that, a quarter, and so on.
 int tree_reach(int member, int size) {
   int reach = 1;
   while (reach < size && (member & reach) == 0) reach *= 2;
@@ -45,8 +45,8 @@ Algorithm choose_all_gather(int64_t num_bytes) {
   return is_small(num_bytes, 1) ? Algorithm::kBruck : Algorithm::kRing;
 }
 
-// "gather": a member sends (N - 1) / N of `sent`; "owner": 1 / N of that, and the sums, (N - 1) / N of
-// `summed`. The second exchange costs a delay, which is worth kSmallBytes.
+// "gather": a member sends (N - 1) / N of `sent`. "owner": it sends 1 / N of that, and the sums, (N - 1) / N
+// of `summed`. The second exchange costs a delay, which counts as kSmallBytes.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size) {
   if (wanted == Algorithm::kGather || wanted == Algorithm::kOwner) return wanted;
   const int64_t saved = (sent - sent / size - summed) / size * (size - 1);
@@ -100,7 +100,7 @@ void ring_reduce(int position, int size, int root, Schedule* steps) {
   if (size > 1 && position != root) steps->push_back({next, 0, -1, -1, false});
 }
 
-// Chunk 0 is the full buffer; chunk 1 is the acknowledgement of a member and of all below it.
+// Chunk 0 is the full buffer, chunk 1 the acknowledgement of a member and of all members below it.
 void tree_broadcast(int position, int size, int root, Schedule* steps) {
   steps->clear();
   const int member = wrap(position - root, size);
@@ -161,7 +161,7 @@ int halving_chunks(int size) {
   return chunks;
 }
 
-// A round's chunks leave in the order in which the next round sends them on.
+// The chunks of a round are sent in the order in which the next round passes them on.
 void halving_all_reduce(int position, int size, Schedule* steps) {
   steps->clear();
   const int core = halving_chunks(size);

@@ -1,4 +1,4 @@
-// Schedules of the collectives: the integers of schedule.py, as the world executes them.
+// Schedules of the collectives, as documented in schedule.py and executed by the world.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ struct Range {
   int64_t end() const { return begin + size; }
 };
 
-// One step of a member of a group, at a position in its order: which chunk it sends to which position, which
-// chunk it receives from which, and whether it adds to what it has. -1 where it does neither.
+// One step of a member of a group: the chunk that it sends and the position it sends to, the chunk that it
+// receives and the position it receives from, and whether it adds the received chunk. -1 for none.
 struct ScheduleStep {
   int to;
   int send;
@@ -23,22 +23,22 @@ struct ScheduleStep {
 };
 using Schedule = std::vector<ScheduleStep>;
 
-// Chunk `index` of `count` things shared among `size` members; the first count % size hold one more.
+// Returns chunk `index` of `count` items divided among `size` members. The first count % size have one more.
 inline Range chunk_of(int64_t count, int size, int index) {
   const int64_t base = count / size;
   const int64_t extra = count % size;
   return {index * base + (index < extra ? index : extra), base + (index < extra ? 1 : 0)};
 }
 
-// Up to this many bytes in all, every member's full contribution goes to every other.
+// Up to this many bytes in total, every member sends its full contribution to every other.
 constexpr int64_t kSmallBytes = 64 * 1024;
-// Up to this many bytes a member, delays cost more than what a ring gains: the members halve and double.
+// Up to this many bytes a member, delays cost more than a ring gains, and halving and doubling is used.
 constexpr int64_t kHalvingBytes = 128 * 1024;
-// The same where hosts have several: halving sends what each of them has through one interface.
+// The same limit if hosts have several members: halving sends the data of all of them through one interface.
 constexpr int64_t kHalvingSharedBytes = 16 * 1024;
-// Up to this many bytes a member, the delays of a chain of many members cost more than what it gains.
+// Up to this many bytes a member, the delays of a chain of many members cost more than it gains.
 constexpr int64_t kTreeBytes = 4 * 1024;
-// Up to this many members send a small contribution to each other straight.
+// Up to this many members send small contributions directly to each other.
 constexpr int kFlatMembers = 16;
 
 inline bool is_small(int64_t num_bytes, int size) { return num_bytes * size <= kSmallBytes; }
@@ -55,23 +55,23 @@ enum class Algorithm : int32_t {
   kTree = 8
 };
 
-// Returns the algorithm of an all_reduce of this number of bytes; `local_size` is the number of members on
-// each host, 0 where hosts differ in it.
+// Returns the algorithm of an all_reduce of this number of bytes. `local_size` is the number of members on
+// each host, 0 if hosts differ.
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
 // Returns the algorithm of a broadcast or a reduce, kFlat, kTree or kRing.
 Algorithm choose_rooted(int64_t num_bytes, int size);
-// Returns the algorithm of an all_gather among many, kBruck or kRing, from the bytes of all rows.
+// Returns the algorithm of an all_gather among many members, kBruck or kRing, from the bytes of all rows.
 Algorithm choose_all_gather(int64_t num_bytes);
-// Returns the algorithm of a sum of rows under ids, kGather or kOwner, from the bytes that all members
-// together sent the last time, each its own ids once, and the bytes of all sums; 0 for unknown.
+// Returns the algorithm of a sum of rows, kGather or kOwner, from the bytes that all members together sent
+// the last time, with each member's ids once, and the bytes of all sums; 0 for unknown.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size);
-// Those by which small contributions are gathered.
+// Returns the algorithm that gathers small contributions.
 Algorithm choose_small(Algorithm wanted, int size);
 
 // Returns the largest power of two up to `size`.
 int halving_chunks(int size);
 
-// All clear `steps` first.
+// All of these clear `steps` first.
 void ring_all_reduce(int position, int size, Schedule* steps);
 void ring_all_gather(int position, int size, Schedule* steps);
 void ring_reduce_scatter(int position, int size, Schedule* steps);
@@ -82,11 +82,11 @@ void tree_reduce(int position, int size, int root, Schedule* steps);
 void flat_all_gather(int position, int size, Schedule* steps);
 void flat_broadcast(int position, int size, int root, Schedule* steps);
 void bruck_all_gather(int position, int size, Schedule* steps);
-// The buffer is cut into `halving_chunks`.
+// The buffer is divided into `halving_chunks`.
 void halving_all_reduce(int position, int size, Schedule* steps);
 void two_level_all_reduce(int position, int size, int local_size, Schedule* steps);
 
-// The positions with which this one may exchange anything in a collective of its group.
+// Returns the positions with which this one may exchange messages in a collective of its group.
 std::vector<int> partners(int position, int size, int local_size);
 
 }  // namespace tfring

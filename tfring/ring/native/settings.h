@@ -1,4 +1,4 @@
-// Settings of a rank in its world, which never change.
+// Constant settings of a rank in its world.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct Settings {
   }
 
   const std::string name;
-  const uint64_t identity;  // the same on all its ranks
+  const uint64_t identity;  // of the world, the same on all its ranks
   const int rank;
   const int world_size;
   const std::string host;
@@ -37,7 +37,7 @@ struct Settings {
   const double timeout_seconds;
   const double lost_seconds;
   const double stall_seconds;
-  std::vector<int32_t> hosts;  // [rank]: a number for the host it runs on
+  std::vector<int32_t> hosts;  // [rank]: a number for its host
 };
 
 }  // namespace tfring

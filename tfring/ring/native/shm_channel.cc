@@ -1,15 +1,15 @@
-// Data through memory shared by two ranks of a host.
+// Data through memory that two ranks of a host share.
 //
-// Each of the two owns a mailbox: an anonymous memory file with one ring of bytes in it, written by the peer
-// and read by the owner. The bytes are mapped twice in a row, so that whatever is readable, or free, is
+// Each of the two owns a mailbox: an anonymous memory file with one ring of bytes, written by the peer and
+// read by the owner. The bytes are mapped twice in a row, so that all readable bytes, and all free ones, are
 // contiguous.
 //
 //     page 0: MailboxHeader | bytes | the same bytes again
 //
-// A rank with nothing to do marks itself asleep in its own mailboxes and polls their doorbells, pipes.
-// A rank that writes bytes into a mailbox, or reads bytes from one, rings the bell of the rank on the other
-// side if it sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the
-// process ends.
+// An idle rank marks itself asleep in its own mailboxes and polls their doorbells, which are pipes. A rank
+// that writes bytes into a mailbox, or reads bytes from one, rings the doorbell of the rank on the other side
+// if it is asleep. None of this has a name in the file system, so nothing is left behind, however the process
+// ends.
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -29,15 +29,15 @@
 namespace tfring {
 
 // The first page of a mailbox; rendezvous.py writes the first 16 bytes and reads them back through the
-// peer's descriptor to be sure it has the right file. Each counter has a cache line to itself.
+// peer's descriptor to verify that it has the right file. Each counter has its own cache line.
 //
-// Sleeping and ringing are a Dekker handshake: the sleeper sets `asleep` and then looks at the counters, the
-// other side moves a counter and then looks at `asleep`. All of that is sequentially consistent, so that one
-// sees the other.
+// Sleeping and ringing are a Dekker handshake: the sleeper sets `asleep` and then reads the counters, the
+// other side changes a counter and then reads `asleep`. All of this is sequentially consistent, so that at
+// least one sees the change of the other.
 struct MailboxHeader {
   char nonce[16];
-  alignas(64) std::atomic<uint64_t> written;  // bytes ever put in, by the peer
-  alignas(64) std::atomic<uint64_t> read;     // bytes ever taken out, by the owner
+  alignas(64) std::atomic<uint64_t> written;  // bytes written so far, by the peer
+  alignas(64) std::atomic<uint64_t> read;     // bytes read so far, by the owner
   alignas(64) std::atomic<uint32_t> asleep;   // 1 while the owner waits for its doorbell
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters shared between processes");
@@ -54,7 +54,7 @@ std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
   if (fstat(memory_fd, &facts) == 0) capacity = facts.st_size - kMailboxHeaderBytes;
   void* base = MAP_FAILED;
   if (capacity > 0) {
-    // Reserve the whole range first, then lay the file into it.
+    // Reserve the full range first, then map the file into it.
     const size_t total = static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity);
     base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base != MAP_FAILED) {
@@ -85,8 +85,7 @@ void Mailbox::ring_if_asleep() {
   if (header_->asleep.load() == 0 || header_->asleep.exchange(0) == 0) return;
   const char bell = 1;
   const ssize_t written = write(doorbell_fd_.get(), &bell, 1);
-  (void)
-      written;  // a full pipe has rung already; a closed one belongs to a dead rank, which its control shows
+  (void)written;  // a full pipe has rung already; a closed one is a dead rank's, as its control shows
 }
 
 void Mailbox::fall_asleep() { header_->asleep.store(1); }
@@ -99,8 +98,7 @@ void Mailbox::silence_doorbell() {
   }
 }
 
-// The counters are the peer's to write as well: whatever they hold, nothing beyond the mailbox is
-// touched.
+// The peer can write the counters as well: whatever they hold, no memory beyond the mailbox is accessed.
 int64_t Mailbox::readable() const {
   const uint64_t written = header_->written.load();
   return std::clamp<int64_t>(static_cast<int64_t>(written - header_->read.load(std::memory_order_relaxed)), 0,
@@ -134,7 +132,7 @@ constexpr int64_t kStreamFromBytes = 16 * 1024;
 
 #if defined(__SSE2__)
 void stream(char* to, const char* from, int64_t size) {
-  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;  // up to a whole cache line
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;  // up to a full cache line
   std::memcpy(to, from, static_cast<size_t>(head));
   int64_t at = head;
   for (; at + 64 <= size; at += 64) {
@@ -149,11 +147,11 @@ void stream(char* to, const char* from, int64_t size) {
 void stream(char* to, const char* from, int64_t size) { std::memcpy(to, from, static_cast<size_t>(size)); }
 #endif
 
-// Decides whether large blocks are written past the cache. Where the two cores share a cache that costs a
-// third; where they do not (two chiplets, two sockets), what one has written into its cache reaches the other
-// at a third of the speed of memory. It cannot be asked, and changes when the scheduler moves a process; so
-// both ways are tried, on the same collectives on every rank, and the better one is kept until a trial says
-// otherwise.
+// Decides whether large blocks are written past the cache. If the two cores share a cache, this costs a
+// third. If they do not (two chiplets, two sockets), data that one has written into its cache reaches the
+// other at a third of the speed of memory. This cannot be queried, and changes when the scheduler moves a
+// process. So both ways are tried, on the same collectives on every rank, and the better one is kept until a
+// trial shows otherwise.
 class StreamingChoice {
  public:
   bool streams() const { return streams_; }
@@ -170,11 +168,11 @@ class StreamingChoice {
  private:
   static constexpr int kFirstTrials = 6;
   static constexpr int kTrialEvery = 32;
-  static constexpr double kForget = 1.1;  // so that a best of long ago does not count for ever
+  static constexpr double kForget = 1.1;  // so that an old best time does not count forever
 
   bool streams_ = true;
   int num_learned_ = 0;
-  double seconds_[2] = {0, 0};  // for a byte: through the cache, past it
+  double seconds_[2] = {0, 0};  // per byte: through the cache, past it
 };
 
 class ShmSender final : public Sender {
@@ -219,7 +217,7 @@ class ShmReceiver final : public Receiver {
     return own_->readable();
   }
 
-  // The writer sleeps only when the mailbox is full, and is woken when half of it is free: not for every few
+  // The writer sleeps only when the mailbox is full, and is woken when half of it is free, not for every few
   // bytes.
   void consume(int64_t num_bytes) override {
     own_->did_read(num_bytes);

@@ -1,4 +1,4 @@
-// Distinguishes ranks that are slow from those that wait for each other.
+// Distinguishes ranks that are slow from ranks that wait for each other.
 #include "stall_inspector.h"
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 namespace tfring {
 namespace {
 
-constexpr double kSliceSeconds = 0.1;      // within which a waiting rank asks when it is time
+constexpr double kSliceSeconds = 0.1;      // within which a waiting rank asks once it is time
 constexpr double kAskSeconds = 1.0;        // between questions to the peers, at most
-constexpr double kFirstAskSeconds = 0.25;  // until the first
-constexpr double kRaisedSeconds = 3.0;     // in which this rank may raise an error as its peer did
-constexpr double kIdleShare = 0.03;        // of a processor, used by a process that does nothing but wait
+constexpr double kFirstAskSeconds = 0.25;  // until the first question
+constexpr double kRaisedSeconds = 3.0;     // for this rank to raise an error like its peer
+constexpr double kIdleShare = 0.03;        // share of a processor that a process uses while it only waits
 
 }  // namespace
 
@@ -35,7 +35,8 @@ bool StallInspector::is_pending(int rank) const {
                      [&](const Queue& queue) { return queue.rank == rank && plan_.is_pending(queue); });
 }
 
-// Returns the rank this one waits for, -1 for none: one that has something to send, or else should receive.
+// Returns the rank that this one waits for, -1 for none: one that should send data, otherwise one that should
+// receive.
 int StallInspector::awaited(bool* for_data) const {
   for (const Queue& queue : plan_.queues) {
     if (plan_.may_receive(queue)) {
@@ -50,8 +51,8 @@ int StallInspector::awaited(bool* for_data) const {
   return -1;
 }
 
-// Returns whether this rank reports the one it waits for: where all members of a group wait for the same one,
-// as in a flat plan, only the lowest does.
+// Returns whether this rank reports the one it waits for. If all members of a group wait for the same one, as
+// in a flat plan, only the lowest reports it.
 bool StallInspector::reports_stall(int slow) const {
   const size_t others = static_cast<size_t>(call_.group->size() - 1);
   const bool each_to_each =
@@ -63,13 +64,13 @@ bool StallInspector::reports_stall(int slow) const {
                      [&](int rank) { return rank == slow || rank >= settings_.rank; });
 }
 
-// Nothing moves. The peers this rank waits for say in which call they are: if in the same, or in one without
-// this rank, they wait like this rank, and the rank next to the one that stands still will see to it. A peer
-// that answers nothing is the watcher's affair (liveness.cc).
+// No bytes move. The peers that this rank waits for report the call they are in. If it is the same, or one
+// without this rank, they wait like this rank, and the rank next to the one that stands still will handle it.
+// A peer that does not answer is handled by the watcher (liveness.cc).
 Status StallInspector::inspect(int64_t now, int64_t idle_since, double timeout_seconds) {
   crosses_ = false;
   const Status status = ask(now, idle_since, timeout_seconds);
-  if (crosses_) break_ring(elsewhere_, status);  // where the peer waits
+  if (crosses_) break_ring(elsewhere_, status);  // the ring in which the peer waits
   return status;
 }
 
@@ -96,7 +97,7 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
   const Pong& pong = peer->report.pong;
   const std::string who = "rank " + std::to_string(rank);
   const std::string last_call = describe(pong.header);
-  const double age = seconds_between(peer->answered, now);  // of its report
+  const double age = seconds_between(peer->answered, now);  // age of its report
   const bool answers = peer->answered > idle_since && age < 2 * period + kSliceSeconds;
   const bool waits_too = answers && (liveness->calls().has_begun(rank, peer->report) || pong.is_running != 0);
   const bool absent = answers && !waits_too;
@@ -143,9 +144,10 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
                              Reason::kSlow, rank});
 }
 
-// The peer has not begun this rank's collective, and its process waits in another ring, in one that this
-// process has not begun. Either may have a thread that still computes, and then begins what the other waits
-// for; but where neither uses a processor for as long as a slow rank is not warned of, they disagree.
+// The peer has not begun this rank's collective, and its process waits in another ring, in a collective that
+// this process has not begun. Either may have a thread that still computes, and then begins the collective
+// that the other waits for. But if neither uses a processor for the time after which a slow rank is warned
+// of, they disagree.
 Status StallInspector::wait_crosswise(const Guarded<Liveness>::Locked& liveness, const Peer& peer,
                                       int64_t now, int64_t idle_since) {
   const uint64_t other = call_.is_of_all ? waits_elsewhere(peer.report.pong) : 0;

@@ -1,4 +1,4 @@
-// Why nothing moves.
+// The reason why no bytes move.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 
 namespace tfring {
 
-// Asks the peers of a call that stands still what they do: one is slow, or some wait for each other.
+// Asks the peers of a call that stands still for their state: one is slow, or some wait for each other.
 class StallInspector {
  public:
   StallInspector(const Settings& settings, const Call& call, const Plan& plan, Guarded<Liveness>* liveness);
 
-  // Bytes have moved, or need not any more.
+  // To be called when bytes have moved, or no longer need to.
   void end() {
     is_warned_ = false;
     if (stands_still_) stand_still(false);
   }
-  // Asks when it is time, and judges what was answered since `idle_since`. Fails where the ranks disagree, or
-  // nothing has moved for the timeout.
+  // Asks when it is time, and evaluates answers since `idle_since`. Fails if the ranks disagree, or no bytes
+  // have moved for the timeout.
   Status inspect(int64_t now, int64_t idle_since, double timeout_seconds);
 
  private:
@@ -42,13 +42,13 @@ class StallInspector {
   const Plan& plan_;
   Guarded<Liveness>& liveness_;
 
-  bool is_warned_ = false;  // of this standstill
+  bool is_warned_ = false;  // about this standstill
   bool stands_still_ = false;
   int num_asks_ = 0;
   bool crosses_ = false;         // two ranks wait for each other in two rings
-  uint64_t elsewhere_ = 0;       // the ring in which the peer waits that this rank waits for here,
-  int64_t elsewhere_since_ = 0;  // at least since then,
-  int64_t used_[2] = {0, 0};     // when this process and the peer's had used so much of processors
+  uint64_t elsewhere_ = 0;       // the ring in which the peer waits that this rank waits for
+  int64_t elsewhere_since_ = 0;  // it has waited there at least since then
+  int64_t used_[2] = {0, 0};     // CPU time of this process and the peer's at that time
 };
 
 }  // namespace tfring

@@ -1,4 +1,4 @@
-// Outcomes as values: nothing here throws but std::bad_alloc, which no entry point of the library lets out
+// Results as values: this code throws only std::bad_alloc, which no entry point of the library passes on
 // (core.cc).
 #pragma once
 
@@ -20,7 +20,7 @@ enum class Code : int {
   kInternal = 6,
 };
 
-// Why it failed. The numbers are part of the C interface, and travel.
+// Reasons of failures. The numbers are part of the C interface and of the wire format.
 enum class Reason : int {
   kNone = TFRING_NO_REASON,
   kDied = TFRING_DIED,
@@ -41,9 +41,9 @@ struct [[nodiscard]] Status {
   Code code = Code::kOk;
   std::string message;
   Reason reason = Reason::kNone;
-  int rank = -1;     // which it concerns, -1 for none,
-  int other = -1;    // and of a cut link the other
-  std::string call;  // in which this rank was: its name
+  int rank = -1;     // the rank concerned, -1 for none
+  int other = -1;    // the other rank of a cut link
+  std::string call;  // the name of this rank's call
 
   Status() = default;
   Status(Code code_in, std::string message_in, Reason reason_in = Reason::kNone, int rank_in = -1,

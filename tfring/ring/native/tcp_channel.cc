@@ -16,12 +16,12 @@
 namespace tfring {
 namespace {
 
-// Large enough to spare system calls, small enough to stay in the cache between the kernel's copy and the
-// add.
+// Large enough to save system calls, small enough to stay in the cache between the kernel's copy and the
+// addition.
 constexpr int64_t kWindowBytes = 256 * 1024;
 
-// Data in flight between two ranks of a host should stay in the cache from the one's copy to the other's.
-// Over a network the kernel finds the size that fills the line.
+// Data in flight between two ranks of a host should stay in the cache from one copy to the other. Over a
+// network the kernel finds the size that fills the line.
 constexpr int kLocalSendBufferBytes = 128 * 1024;  // the kernel doubles it
 
 bool is_local(int fd) {
@@ -41,8 +41,8 @@ bool is_local(int fd) {
                      &reinterpret_cast<sockaddr_in6*>(&there)->sin6_addr, sizeof(in6_addr)) == 0;
 }
 
-// So that nothing on the way forgets a connection without traffic, such as during an hour's evaluation on one
-// rank. Whether the peer lives is the control connection's affair.
+// Keeps devices on the way from dropping a connection without traffic, such as during an evaluation of an
+// hour on one rank. The control connection determines whether the peer is alive.
 void keep_known(int fd) {
   const int on = 1;
   const int seconds = 60;

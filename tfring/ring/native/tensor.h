@@ -26,7 +26,7 @@ inline int64_t num_bytes(const tfring_tensor* tensors, int num_tensors) {
   return total;
 }
 
-// `from` null stands for zeros.
+// A null `from` means zeros.
 inline void copy(void* to, const void* from, int64_t size) {
   if (size == 0 || to == from) return;
   if (from == nullptr) {

@@ -8,7 +8,7 @@ namespace tfring {
 TfApi tf{};
 
 void* find_tf_symbol(const char* name) {
-  // Wheels spread the C API over these two; which symbol is where changes between releases.
+  // Wheels have the C API in these two libraries; the location of a symbol changes between releases.
   for (const char* library : {"libtensorflow_framework.so.2", "libtensorflow_cc.so.2"}) {
     void* loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
     void* symbol = loaded == nullptr ? nullptr : dlsym(loaded, name);

@@ -1,6 +1,6 @@
-// The part of TensorFlow's C API the ops use, declared by hand and looked up when the library is loaded.
+// The part of TensorFlow's C API that the ops use, declared by hand and looked up when the library is loaded.
 //
-// Nothing of TensorFlow is needed to build, and one binary serves every release whose libraries carry these
+// TensorFlow is not needed to build, and one binary works with every release whose libraries have these
 // symbols. The declarations follow tensorflow/c/{kernels,ops,tf_tensor,tf_tstring,tf_status}.h, which
 // TensorFlow keeps stable.
 #pragma once
@@ -18,7 +18,7 @@ struct TF_OpDefinitionBuilder;
 struct TF_ShapeInferenceContext;
 struct TF_ShapeHandle;
 
-// An element of a tensor of texts.
+// An element of a string tensor.
 struct alignas(8) TF_TString {
   char bytes[24];
 };
@@ -37,7 +37,7 @@ enum TfCode {
   kTfDataLoss = 15,
 };
 
-// Values of TF_DataType beside those of DType.
+// Values of TF_DataType in addition to those of DType.
 using TfDataType = int;
 constexpr TfDataType kTfString = 7;
 
@@ -102,10 +102,10 @@ struct TfApi {
 
 extern TfApi tf;
 
-// The address of a function of TensorFlow's C API; null if this TensorFlow does not have it.
+// Returns the address of a function of TensorFlow's C API; null if this TensorFlow does not have it.
 void* find_tf_symbol(const char* name);
 
-// Fills `tf` from the TensorFlow this process has loaded. Returns what is wrong, or nothing.
+// Fills `tf` from the TensorFlow that this process has loaded. Returns an error text, empty if there is none.
 std::string load_tf_api();
 
 }  // namespace tfring

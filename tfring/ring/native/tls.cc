@@ -1,4 +1,4 @@
-// TLS 1.3 over a connection for data.
+// TLS 1.3 over a data connection.
 #include "tls.h"
 
 #include <dlfcn.h>
@@ -15,7 +15,7 @@
 #include "channel.h"
 #include "clock.h"
 
-// As OpenSSL's headers declare them, which a machine that compiles this need not have.
+// Declared as in OpenSSL's headers, which need not be installed to compile this.
 extern "C" {
 typedef struct ssl_st SSL;
 typedef struct ssl_ctx_st SSL_CTX;
@@ -70,7 +70,7 @@ struct OpenSsl {
   void (*ERR_clear_error)();
 };
 
-// Constants of OpenSSL's headers, which have been the same since version 1.1.1.
+// Constants of OpenSSL's headers, unchanged since version 1.1.1.
 constexpr int kSetMinVersion = 123;  // SSL_CTRL_SET_MIN_PROTO_VERSION
 constexpr long kTls13 = 0x0304;      // TLS1_3_VERSION
 constexpr int kVerifyPeer = 1;       // SSL_VERIFY_PEER
@@ -83,10 +83,10 @@ constexpr int kRetryRead = 0x01 | 0x08;
 constexpr int kRetry = 0x0f;
 
 constexpr char kIdentity[] = "tfring";
-constexpr int64_t kRecordBytes = 16384;                 // the most that one record holds,
-constexpr int64_t kRecordOverhead = 256;                // and the most it is longer for that (RFC 8446, 5.2)
+constexpr int64_t kRecordBytes = 16384;                 // most data in one record
+constexpr int64_t kRecordOverhead = 256;                // most additional bytes of a record (RFC 8446, 5.2)
 constexpr int64_t kUnsentBytes = 320 * 1024;            // encrypted at a time
-constexpr int64_t kRecordsOfAKey = 1 << 23;             // of 2^24.5 that are safe (RFC 8446, 5.5)
+constexpr int64_t kRecordsOfAKey = 1 << 23;             // 2^24.5 are safe (RFC 8446, 5.5)
 constexpr size_t kReadBufferBytes = 16 * kRecordBytes;  // received at a time
 
 template <typename Function>
@@ -180,7 +180,7 @@ class OpenSslTls final : public Tls {
       if (error == 0) break;
       if (!wait(POLLIN, start, seconds)) return late();
     }
-    // A certificate, which any process can make, is no proof.
+    // A certificate, which any process can make, is not a proof.
     if (ssl_.SSL_session_reused(connection_) != 1) return {Code::kInvalid, "the other side has no key"};
     explicit_bzero(key_, sizeof(key_));
     return {};
@@ -207,7 +207,7 @@ class OpenSslTls final : public Tls {
         ssl_.ERR_clear_error();
         const int got = ssl_.SSL_read(connection_, to, static_cast<int>(std::min<int64_t>(left, 1 << 30)));
         if (got <= 0) {
-          if (moved > 0) return moved;  // the next call says it again
+          if (moved > 0) return moved;  // the next call fails again
           if (is_gone_) return kGone;
           return ssl_.SSL_get_error(connection_, got) == kWantRead ? 0 : kGarbled;
         }
@@ -225,9 +225,9 @@ class OpenSslTls final : public Tls {
     return sizeof(key_);
   }
 
-  // For OpenSSL: what it encrypted, and from where it reads.
+  // For OpenSSL: writes encrypted data, and reads received data.
   int take_encrypted(const char* bytes, int size) {
-    if (is_reading_) return size;  // an alert: this rank says over the control connection what is wrong
+    if (is_reading_) return size;  // an alert: errors use the control connection
     if (unsent_.size() + static_cast<size_t>(size) > unsent_.capacity()) return -1;  // never; see encrypt()
     unsent_.insert(unsent_.end(), bytes, bytes + size);
     return size;
@@ -272,7 +272,7 @@ class OpenSslTls final : public Tls {
     return true;
   }
 
-  // Encrypts bytes from `begin` on, as many as there is room for.
+  // Encrypts bytes from `begin`, as many as there is room for.
   bool encrypt(const iovec* parts, int num_parts, int64_t begin) {
     for (int i = 0; i < num_parts; ++i) {
       const auto* from = static_cast<const char*>(parts[i].iov_base);
@@ -322,7 +322,7 @@ class OpenSslTls final : public Tls {
   SSL* connection_ = nullptr;
   std::vector<char> unsent_;   // encrypted
   size_t sent_ = 0;            // bytes of `unsent_` that the kernel has
-  int64_t num_encrypted_ = 0;  // bytes of the caller's in `unsent_`
+  int64_t num_encrypted_ = 0;  // bytes of the caller in `unsent_`
   int64_t num_records_ = 0;    // sent
   bool is_reading_ = false;
   bool is_gone_ = false;
@@ -362,10 +362,10 @@ bool OpenSslTls::make(bool accepts) {
   context_ = ssl_.SSL_CTX_new(ssl_.TLS_method());
   if (method == nullptr || context_ == nullptr) return false;
   if (ssl_.SSL_CTX_ctrl(context_, kSetMinVersion, kTls13, nullptr) != 1) return false;
-  // The cipher that processors have instructions for, with the hash of keys that come through callbacks.
+  // The cipher for which processors have instructions, with the hash of keys from callbacks.
   if (ssl_.SSL_CTX_set_ciphersuites(context_, "TLS_AES_128_GCM_SHA256") != 1) return false;
   if (ssl_.SSL_CTX_set_num_tickets(context_, 0) != 1) return false;
-  if (!accepts) ssl_.SSL_CTX_set_verify(context_, kVerifyPeer, nullptr);  // no certificate is good enough
+  if (!accepts) ssl_.SSL_CTX_set_verify(context_, kVerifyPeer, nullptr);  // no certificate is accepted
   ssl_.SSL_CTX_set_default_read_buffer_len(context_, kReadBufferBytes);
   ssl_.SSL_CTX_set_psk_client_callback(context_, key_of_client);
   ssl_.SSL_CTX_set_psk_server_callback(context_, key_of_server);
@@ -375,7 +375,7 @@ bool OpenSslTls::make(bool accepts) {
   if (bio == nullptr) return false;
   ssl_.BIO_set_data(bio, this);
   ssl_.BIO_set_init(bio, 1);
-  ssl_.SSL_set_bio(connection_, bio, bio);  // which owns it from here on
+  ssl_.SSL_set_bio(connection_, bio, bio);  // the connection owns it from now on
   ssl_.SSL_set_read_ahead(connection_, 1);
   accepts ? ssl_.SSL_set_accept_state(connection_) : ssl_.SSL_set_connect_state(connection_);
   return true;

@@ -1,4 +1,4 @@
-// Records of the calls of this process: a fixed ring, filled by calls, emptied by Python.
+// Records of the calls of this process: a fixed ring buffer, filled by calls and emptied by Python.
 #include "trace.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace tfring {
 namespace {
 
-constexpr int64_t kBytesBeside = 4096;  // asking for processor time takes microseconds
+constexpr int64_t kBytesBeside = 4096;  // reading the CPU time takes microseconds
 
 struct Records {
   std::mutex mutex;
@@ -34,7 +34,7 @@ int64_t other_threads() {
 
 Records* records = new Records;  // never destroyed: TensorFlow's threads outlive the end of main
 
-// Keeps it until it is taken; counts it as lost where there is no room.
+// Keeps a record until it is taken, or counts it as lost if there is no room.
 void keep_record(const tfring_record& record) {
   std::lock_guard<std::mutex> lock(records->mutex);
   if (records->added - records->taken >= records->capacity) {
@@ -92,7 +92,7 @@ using tfring::records;
 
 void tfring_trace(int64_t capacity) {
   tfring::trace_wanted = false;
-  tfring::at_border([&] {  // without the memory, nothing is recorded
+  tfring::at_border([&] {  // without memory, nothing is recorded
     std::lock_guard<std::mutex> lock(records->mutex);
     records->kept.reset(capacity > 0 ? new tfring_record[static_cast<size_t>(capacity)] : nullptr);
     records->capacity = static_cast<uint64_t>(std::max<int64_t>(capacity, 0));

@@ -1,4 +1,4 @@
-// Records of the calls of this process, for Python to collect and write. None while no trace is written.
+// Records of the calls of this process, for Python to collect and write. There are none without a trace.
 #pragma once
 
 #include <atomic>
@@ -13,12 +13,12 @@
 
 namespace tfring {
 
-// Replaces what the parent's threads may have held.
+// Replaces the state that the parent's threads may have held.
 void forget_trace_in_child();
 
 extern std::atomic<bool> trace_wanted;
 
-// Adds to `total` how long it lives; to null, it does nothing.
+// Adds its lifetime to `total`. Does nothing if that is null.
 class Stopwatch {
  public:
   explicit Stopwatch(int64_t* total) : total_(total), start_(total == nullptr ? 0 : now_nanoseconds()) {}
@@ -33,16 +33,17 @@ class Stopwatch {
   const int64_t start_;
 };
 
-// The record of the call under way, if a trace is written.
+// The record of the current call, if a trace is written.
 class Record {
  public:
-  // `so_far` of both: what all calls have moved.
+  // `so_far`, in both functions, are the totals of all calls.
   void start(const Settings& settings, const Call& call, const tfring_call& arguments,
              const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far) {
     is_on_ = trace_wanted.load(std::memory_order_relaxed);
     if (is_on_) fill(settings, call, arguments, tensors, num_tensors, so_far);
   }
-  // The header of a peer has come: so far this rank has waited, but for what it added meanwhile.
+  // To be called when the header of a peer has arrived: until then this rank has waited, except for
+  // arithmetic.
   void met(int rank) {
     if (!is_on_) return;
     record_.last = rank;
@@ -55,7 +56,7 @@ class Record {
   void took(Algorithm algorithm) {
     if (record_.algorithm == 0) record_.algorithm = static_cast<int32_t>(algorithm);
   }
-  // For a Stopwatch over arithmetic.
+  // The total for a Stopwatch around arithmetic.
   int64_t* adding() { return is_on_ ? &record_.added : nullptr; }
 
  private:

@@ -1,4 +1,4 @@
-// Waiting while no bytes move: look again, sleep.
+// Waiting while no bytes move: polls, then sleeps.
 #include "wait.h"
 
 #include <sched.h>
@@ -11,10 +11,10 @@
 namespace tfring {
 namespace {
 
-constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
+constexpr int kSliceMilliseconds = 100;  // between checks for close() and Ctrl-C
 constexpr double kSliceSeconds = 0.1;
-constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
-constexpr double kStepSeconds = 2;         // in which steps that fail alike do so on all ranks
+constexpr double kLastWordsSeconds = 0.5;  // for a control connection to report why the other closed
+constexpr double kStepSeconds = 2;         // for steps that fail on all ranks to do so on each
 
 void relax() {
 #if defined(__x86_64__)
@@ -58,7 +58,7 @@ Status Waiting::wait() {
   return look_up(end);
 }
 
-// Until something may move, it is woken, or the time is over.
+// Sleeps until bytes may move, it is woken, or the time is over.
 void Waiting::sleep(int milliseconds) {
   poll_fds_.assign(1, {wake_event_.fd(), POLLIN, 0});
   for (const Queue& queue : plan_.queues) {
@@ -83,7 +83,7 @@ void Waiting::sleep(int milliseconds) {
     Mailbox* own = links_.to(queue.rank)->own.get();
     if (own != nullptr) own->wake_up();
   }
-  for (const pollfd& fd : poll_fds_) {  // doorbells and the event: silence those that rang
+  for (const pollfd& fd : poll_fds_) {  // silence doorbells that rang, and the event
     if ((fd.revents & POLLIN) == 0) continue;
     if (fd.fd == wake_event_.fd()) wake_event_.silence();
     for (const Queue& queue : plan_.queues) {
@@ -118,8 +118,8 @@ Status Waiting::interrupt() {
 }
 
 // Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports
-// the operation that failed. Ranks on which the same operation fails may still finish the call, so time for a
-// stall of theirs passes.
+// the operation that failed. Ranks on which the same operation fails may still finish the call, so this
+// is called only after a standstill of some time.
 Status Waiting::check_step() {
   if (call_.caller != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
   return liveness_.lock()->break_up({Code::kPeerLost,
@@ -128,7 +128,7 @@ Status Waiting::check_step() {
                                      Reason::kStepFailed, settings_.rank});
 }
 
-// Why the data connection closed, the control connection tells; if it tells nothing, the peer died.
+// The control connection reports why the data connection closed. If it does not, the peer died.
 Status Waiting::peer_gone(int rank) {
   const int64_t start = now_nanoseconds();
   do {

@@ -20,30 +20,30 @@
 
 namespace tfring {
 
-constexpr int kMostYields = 100;  // where ranks outnumber the cores; they let each other run
+constexpr int kMostYields = 100;  // if ranks outnumber the cores, so that they let each other run
 
-// Looks again for a while, then sleeps until something may move, and asks meanwhile why nothing does.
+// Polls for a while, then sleeps until bytes may move, and meanwhile asks why none do.
 class Waiting {
  public:
-  // Adds up how long it sleeps in `seconds_waited`.
+  // Adds the time that it sleeps to `seconds_waited`.
   Waiting(const Settings& settings, const Call& call, const Plan& plan, const Links& links,
           Guarded<Liveness>* liveness, WakeEvent* wake_event, double* seconds_waited);
 
   void set_timeout(double seconds) { timeout_seconds_ = seconds; }
   void begin(bool is_large);
-  // Bytes have moved, or need not any more.
+  // To be called when bytes have moved, or no longer need to.
   void end() {
     num_idle_ = 0;
     inspector_.end();
   }
-  // No bytes have moved.
+  // To be called when no bytes have moved.
   Status wait();
-  // Looks for Ctrl-C and whether the world is closed, ten times a second, whether bytes move or not.
+  // Checks for Ctrl-C and whether the world is closed, ten times a second, whether bytes move or not.
   Status look_up(int64_t now);
   Status look_up_at_once();
-  // Gives up in this call, as Ctrl-C asks; so the ring breaks.
+  // Gives up in this call because of Ctrl-C, which breaks the ring.
   Status interrupt();
-  // The data connection to that rank closed: waits for what its control connection tells of it.
+  // Handles a closed data connection to that rank: waits for the reason on its control connection.
   Status peer_gone(int rank);
 
  private:
@@ -60,11 +60,11 @@ class Waiting {
   double& seconds_waited_;
   double timeout_seconds_ = 0;
 
-  int num_idle_ = 0;        // looks in vain since something moved
-  int spins_ = 0;           // how many of them before it lets others run,
-  int yields_ = 0;          // and after how many more it sleeps
+  int num_idle_ = 0;        // polls in vain since bytes last moved
+  int spins_ = 0;           // number of polls before it lets others run
+  int yields_ = 0;          // number of further polls before it sleeps
   int64_t idle_since_ = 0;  // nanoseconds
-  int64_t looked_up_ = 0;   // when signals and the event were looked at last
+  int64_t looked_up_ = 0;   // time of the last check of signals and the event
   std::vector<pollfd> poll_fds_;
   StallInspector inspector_;
 };
@@ -72,7 +72,7 @@ class Waiting {
 inline void Waiting::begin(bool is_large) {
   end();
   spins_ = 0;
-  for (const Queue& queue : plan_.queues) {  // over TCP each look is a system call
+  for (const Queue& queue : plan_.queues) {  // over TCP each poll is a system call
     const bool shared = links_.to(queue.rank)->own != nullptr;
     spins_ = std::max(spins_, shared ? settings_.num_spins : is_large ? 0 : settings_.num_spins / 10);
   }

@@ -1,4 +1,4 @@
-// Wakes the call under way, from other threads.
+// Wakes the current call from other threads.
 #pragma once
 
 #include <poll.h>
@@ -12,10 +12,10 @@
 
 namespace tfring {
 
-// A descriptor that wakes the call under way, which then looks what is new. A world of one rank needs none.
+// A descriptor that wakes the current call, which then checks for news. A world of one rank needs none.
 class WakeEvent {
  public:
-  // Returns whether there is a descriptor for it.
+  // Returns whether a descriptor is available.
   bool open() {
     fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     return fd_.get() >= 0;
@@ -27,7 +27,7 @@ class WakeEvent {
     const ssize_t written = write(fd_.get(), &one, sizeof(one));
     (void)written;
   }
-  // The world is closed: the call under way gives up, and none begins.
+  // To be called when the world is closed: the current call gives up, and no other begins.
   void announce_close() {
     is_closing_ = true;
     announce();

@@ -1,5 +1,4 @@
-// One thread, one epoll over the control connections of all rings, which touches those that have something to
-// say.
+// One thread with one epoll over the control connections of all rings, which handles those with events.
 #include "watcher.h"
 
 #include <errno.h>
@@ -23,8 +22,8 @@
 namespace tfring {
 namespace {
 
-constexpr int kPauseMilliseconds = 100;  // before it looks again, where it had no memory
-constexpr int kMostEvents = 64;          // that one look returns
+constexpr int kPauseMilliseconds = 100;  // before it tries again, if it had no memory
+constexpr int kMostEvents = 64;          // returned by one poll
 constexpr int kMostLooks = 64;
 
 class Watcher {
@@ -65,7 +64,7 @@ class Watcher {
     if (epoll_fd < 0) return errno;
     epoll_fd_ = Fd(epoll_fd);
     if (!Poll{epoll_fd, 0}.change(wake_fd, 0, 0, EPOLLIN)) return errno;
-    // Signals are for the program's threads, and Ctrl-C for Python's first.
+    // Signals are for the program's threads, and Ctrl-C for Python's main thread.
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
@@ -98,8 +97,8 @@ class Watcher {
       guard(
           [&] {
             std::lock_guard<std::mutex> lock(mutex_);
-            // All that has come, before anyone's silence is judged. What is closed, or can be written to,
-            // comes again in each look until `watch` has been there.
+            // Reads all messages before silence is evaluated. Connections that are closed or writable are
+            // returned again by each poll until `watch` has handled them.
             for (int looks = 0; count > 0 && looks < kMostLooks; ++looks) {
               for (int i = 0; i < count; ++i) hear(events[i].data.u64, now);
               count = count < kMostEvents ? 0 : epoll_wait(epoll_fd_.get(), events, kMostEvents, 0);
@@ -129,7 +128,7 @@ class Watcher {
   }
 
   std::mutex mutex_;
-  std::vector<std::pair<uint32_t, Watched*>> watched_;  // by numbers, from 1 on
+  std::vector<std::pair<uint32_t, Watched*>> watched_;  // by numbers, from 1
   uint32_t last_number_ = 0;
   bool running_ = false;
   Fd wake_fd_;

@@ -1,4 +1,4 @@
-// Opening, closing, and the begin and end of calls.
+// Opening and closing, and the begin and end of calls.
 #include "world.h"
 
 #include <mutex>
@@ -10,7 +10,7 @@
 namespace tfring {
 namespace {
 
-// Validates a call without asking the other ranks; a rank rejected here has not begun, and may go on.
+// Validates a call without the other ranks. A rank that is rejected here has not begun, and may continue.
 Status check(int rank, const Group& group, const tfring_call& call, const tfring_tensor* tensors,
              int num_tensors) {
   if (call.kind < 0 || call.kind >= kNumKinds) {
@@ -93,7 +93,7 @@ Status World::open(const tfring_options& options, std::shared_ptr<World>* world,
 
 Status World::connect(const tfring_options& options, Group* all) {
   Status status;
-  for (int i = 0; i < options.num_links; ++i) {  // all of them: each holds descriptors
+  for (int i = 0; i < options.num_links; ++i) {  // all links, because each holds descriptors
     const Status added = add_link(options.links[i], false);
     if (status.ok()) status = added;
   }
@@ -120,7 +120,7 @@ Status World::connect(const tfring_options& options, Group* all) {
   return {};
 }
 
-// May run while a call is under way, which uses none of these links: its own were there when it began.
+// May run during a call, which does not use these links: it uses those that existed when it began.
 Status World::add_link(const tfring_link& from, bool is_open) {
   auto peer = std::make_unique<Peer>(from, settings_.lost_seconds);
   std::unique_ptr<Link> link;
@@ -143,8 +143,8 @@ std::shared_ptr<Group> World::make_group(const Group& parent, const int32_t* mem
   return tfring::make_group(settings_, parent, members, num_members, name);
 }
 
-// Ends a call in another thread, waits for that, sends a closing frame. From within a call of this thread's
-// it only ends that; the last owner of the world releases it.
+// Ends a call in another thread, waits for its end, and sends a closing frame. From within a call of this
+// thread it only ends that call; the last owner of the world releases it.
 void World::close() {
   wake_event_.announce_close();
   if (call_lock_.is_this_threads()) return;
@@ -158,7 +158,7 @@ void World::close() {
 
 tfring_statistics World::statistics() {
   std::unique_lock<std::mutex> lock;
-  if (!call_lock_.is_this_threads()) lock = call_lock_.wait();  // else it is a signal handler's
+  if (!call_lock_.is_this_threads()) lock = call_lock_.wait();  // otherwise this is a signal handler
   tfring_statistics statistics = execution_.statistics();
   statistics.scratch_bytes = collectives_.scratch_bytes() + row_reduction_.scratch_bytes();
   return statistics;
@@ -188,7 +188,7 @@ Status World::run(Group* group, const tfring_call& call, const tfring_tensor* te
     status = begin(group, call, tensors, num_tensors);
     has_begun = status.ok();
     if (has_begun) status = run_begun(call, tensors, num_tensors, counts, allocate, context);
-  } catch (const std::bad_alloc&) {  // perhaps after the call was counted, so the ring is of no more use
+  } catch (const std::bad_alloc&) {  // possibly after the call was counted, so the ring is unusable
     status = execution_.fail_without_memory();
   }
   const Status settled = claim.settle();

@@ -1,34 +1,34 @@
-// A rank among the ranks it works with: links to its peers, groups of them, and the collectives it runs.
+// A rank among the ranks of a ring: links to its peers, groups of them, and the collectives it runs.
 //
-//     rank ◄──data──► peer                   one link for each pair that exchanges anything; control frames
-//                                            apart from it
+//     rank ◄──data──► peer                   one link for each pair that exchanges data; control frames use
+//                                            separate connections
 //
-//   World (world.cc)                         begin and end of calls, of which one at a time has the CallLock
-//                                            (call_lock.cc); puts together the others
+//   World (world.cc)                         begin and end of calls, one of which at a time has the CallLock
+//                                            (call_lock.cc); combines the others
 //
-//   of the thread that holds the call lock:
-//     RowReduction (reduce_rows.cc)          the sum of rows under ids, made of exchanges; RowSums (rows.cc)
-//     Exchange (exchange.cc)                 collectives whose sizes are learned on the way; sends, receives
-//     Collectives (collectives.cc)           those whose sizes are known
+//   for the thread that holds the call lock:
+//     RowReduction (reduce_rows.cc)          the sum of rows by ids, made of exchanges; RowSums (rows.cc)
+//     Exchange (exchange.cc)                 collectives with sizes learned on the way; sends, receives
+//     Collectives (collectives.cc)           collectives with known sizes
 //       │ Plan (plan.cc)
 //       ▼
-//     Execution (execute.cc)                 moves bytes of the plan over Links (links.cc) while any move;
+//     Execution (execute.cc)                 moves bytes of the plan over Links (links.cc); the
 //       │                                    channels are shm_channel.cc, tcp_channel.cc (over tls.cc)
 //       ▼
-//     Waiting (wait.cc)                      while none move: looks again, sleeps,
+//     Waiting (wait.cc)                      while no bytes can move: polls, sleeps,
 //     StallInspector (stall_inspector.cc)    and asks why: a rank is slow, or some wait for each other
 //       │
 //       ▼
-//   shared with the watcher's thread (watcher.cc), and with threads that close or abort the world, behind a
+//   shared with the watcher's thread (watcher.cc), and with threads that close or abort the world, under a
 //   lock:
-//     Guarded<Liveness> (liveness.cc)        control connections (peer.cc): who left, died, stopped, is cut
-//                                            off, and why the world broke
-//     Calls (calls.cc)                       what each pair of ranks has begun together
+//     Guarded<Liveness> (liveness.cc)        control connections (peer.cc): ranks that left, died, stopped or
+//                                            are cut off, and why the world broke
+//     Calls (calls.cc)                       the calls that each pair of ranks has begun together
 //
-//   Settings never change; Group (group.cc): some of the ranks; Call: the one under way, which WakeEvent
-//   wakes; Record (trace.cc): of a call, if a trace is written; Fd (fd.cc): closes in a forked child
+//   Settings never change; Group (group.cc): some of the ranks; Call: the current one, which WakeEvent wakes;
+//   Record (trace.cc): record of a call, if a trace is written; Fd (fd.cc): closes in a forked child
 //
-// A plan knows peers and memory, the execution knows plans and links; neither knows collectives. Nothing is
+// A plan knows peers and memory, the execution knows plans and links; neither knows collectives. No memory is
 // allocated while bytes move: plans keep their memory from one collective to the next, and scratch grows
 // before the first byte is sent.
 #pragma once
@@ -69,12 +69,12 @@ class World final : private Watched {
   // Adds a link to an open world, and takes over its descriptors.
   Status adopt_link(const tfring_link& link);
 
-  // Runs the call of call.kind.
+  // Runs the call of kind call.kind.
   Status run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
              const int64_t* counts, tfring_allocate allocate, void* context);
 
   tfring_statistics statistics();
-  // The first failure, after which nothing works; ok if there was none.
+  // Returns the first failure, after which all calls fail; ok if there was none.
   Status failure();
   void abort(const Status& why);
   void tell_raised(const std::string& error);
@@ -95,7 +95,7 @@ class World final : private Watched {
   void end(const Status& status);
 
   const Settings settings_;
-  RingState state_;  // for the process's other worlds to read
+  RingState state_;  // read by the process's other worlds
   WakeEvent wake_event_;
   Guarded<Liveness> liveness_;
 
