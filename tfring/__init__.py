@@ -103,7 +103,7 @@ def _load(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"tfring.{name}")
     if name not in _EXPORTS:
-        horovods = ", which is Horovod's: docs/migration.md says what takes its place" if name in _OF_HOROVOD else ""
+        horovods = ", which is Horovod's: docs/migration.md says what replaces it" if name in _OF_HOROVOD else ""
         raise AttributeError(f"module 'tfring' has no attribute {name!r}{horovods}")
     if _EXPORTS[name] not in _WITHOUT_TENSORFLOW:
         check_tensorflow()

@@ -29,7 +29,7 @@ FLAGS = (
 LINK_FLAGS = ("-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined")
 
 NO_COMPILER = """\
-tfring compiles its ring with g++ (C++17), and no C++ compiler was found. Either install one:
+tfring compiles its ring with g++ (C++17), but no C++ compiler was found. Either install one:
     Debian, Ubuntu:   apt install g++
     Fedora, RHEL:     dnf install gcc-c++
 or set CXX to the compiler to use, or install without the ring:

@@ -13,7 +13,7 @@ OLDEST_KERAS = (3, 14)
 NEWEST_KERAS = (3, 15)  # the last version that the tests ran on
 
 NO_TENSORFLOW = """\
-tfring trains on TensorFlow, and there is none in this environment. Type one of:
+tfring needs TensorFlow, which is not installed in this environment. Type one of:
   pip install "tensorflow-cpu>=2.18,<2.22"
   pip install "tensorflow[and-cuda]>=2.18,<2.22"      (NVIDIA GPUs)"""
 
@@ -41,13 +41,13 @@ def check_version(version: str, *, warn: bool = True) -> None:
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < OLDEST:
         raise UnsupportedTensorFlowError(
-            f"TensorFlow {version} is installed, and tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Type: "
+            f"TensorFlow {version} is installed, but tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Type: "
             'pip install "tensorflow-cpu>=2.18,<2.22". For sparse gradients on TensorFlow 1.14 to 2.5, see the folder '
             "patches/ of tfring's repository."
         )
     if warn and found > NEWEST:
         warnings.warn(
-            f"TensorFlow {version} is installed, and tfring was tested on {_text(OLDEST)} to {_text(NEWEST)}.",
+            f"TensorFlow {version} is installed, but tfring was tested on {_text(OLDEST)} to {_text(NEWEST)}.",
             stacklevel=3,
         )
 
@@ -64,14 +64,14 @@ def check_keras(version: str) -> None:
     if found < OLDEST_KERAS:
         oldest = _text(OLDEST_KERAS)
         raise ConfigurationError(
-            f"Keras {version} is installed, and tfring needs Keras {oldest} or later. Type: pip install "
+            f"Keras {version} is installed, but tfring needs Keras {oldest} or later. Type: pip install "
             f'"keras>={oldest}"'
         )
     if found > NEWEST_KERAS:
         warnings.warn(
             f"Keras {version} is installed. tfring replaces functions of Keras by name, and was tested on "
-            f"{_text(OLDEST_KERAS)} to {_text(NEWEST_KERAS)}. Compare a first run with one process, or type: pip "
-            f"install \"keras<{NEWEST_KERAS[0]}.{NEWEST_KERAS[1] + 1}\"",
+            f"{_text(OLDEST_KERAS)} to {_text(NEWEST_KERAS)}. Compare a first run with a run of one process, or type: "
+            f'pip install "keras<{NEWEST_KERAS[0]}.{NEWEST_KERAS[1] + 1}"',
             stacklevel=3,
         )
 

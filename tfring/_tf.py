@@ -444,7 +444,7 @@ def distributed_dataset(
 
 
 class _DatasetAndThen(input_lib.DistributedDataset):
-    """A distributed dataset with a function that is computed of each element when it is drawn."""
+    """A distributed dataset with a function that is applied to each element when it is drawn."""
 
     has_begun = False
 
@@ -466,7 +466,7 @@ class _DatasetAndThen(input_lib.DistributedDataset):
 
 
 class _IteratorAndThenSpec(input_lib.DistributedIteratorSpec):
-    """The spec of an `_IteratorAndThen`, which includes the function that is computed of its elements."""
+    """The spec of an `_IteratorAndThen`, which includes the function that is applied to its elements."""
 
     def __init__(self, then: Callable, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -590,7 +590,7 @@ def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
 
 
 def concrete(function: Any) -> Callable[..., Any]:
-    """Wraps a tf.function of tensors that has a signature, to call it without checking their types each time.
+    """Wraps a tf.function of tensors that has a signature, to call it without checking the tensors' types each time.
 
     A call of a small function takes a tenth of a millisecond less. The first call is that of `tf.function`, in which
     the function may create variables.
@@ -609,7 +609,7 @@ def concrete(function: Any) -> Callable[..., Any]:
 
 
 def tensors_of_next(iterator: Any) -> list:
-    """Returns the tensors of the element that a worker's iterator draws next, before anything is computed of it.
+    """Returns the tensors of the element that a worker's iterator draws next, before anything is computed from it.
 
     Raises OutOfRangeError at the end of this worker's data.
     """
@@ -623,7 +623,7 @@ def set_cardinality(distributed: Any, cardinality: int) -> None:
 
 
 def next_or_dummy(iterator: Any) -> tuple:
-    """Returns `(elements, have_value)` of a worker's iterator: whether each is an element, or zeros at its end.
+    """Returns `(elements, have_value)` of a worker's iterator; `have_value` is False for the zeros after its end.
 
     If only the last dimensions of a shape are static, zeros have no rows. TensorFlow's own zeros forget static first
     dimensions.

@@ -101,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
         True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
     ),
     "TFRING_CHECK_EQUAL": Setting(
-        False, _flag, "0 or 1", "compare all variables of all ranks bit for bit after every step, to debug"
+        False, _flag, "0 or 1", "compare all variables of all ranks bit for bit after every step, for debugging"
     ),
     "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
         300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
@@ -110,10 +110,10 @@ SETTINGS: dict[str, Setting] = {
         None,
         _whole_number,
         "a whole number",
-        "what `tf.data` shuffles without a seed begin with, the same again after a restart (`tfring launch` draws one)",
+        "the seed of `tf.data` shuffles that have none, the same after a restart (`tfring launch` draws one)",
     ),
     "TFRING_ENCRYPT": Setting(
-        False, _flag, "0 or 1", "encrypt by TLS what ranks send over TCP, on all ranks alike (docs/security.md)"
+        False, _flag, "0 or 1", "encrypt with TLS what ranks send over TCP, the same on all ranks (docs/security.md)"
     ),
     "TFRING_GPUS": Setting(
         "one", _one_of("one", "all"), "one or all", "which GPUs `tfring launch` gives a worker (docs/gpus.md)"
@@ -128,22 +128,22 @@ SETTINGS: dict[str, Setting] = {
         "rank0", _one_of("rank0", "all"), "rank0 or all", "which ranks print Keras' progress bars and summaries"
     ),
     "TFRING_QUIET": Setting(
-        False, _flag, "0 or 1", "leave out what rank 0 says at the start and the end of a run, on standard error"
+        False, _flag, "0 or 1", "suppress what rank 0 prints on standard error at the start and the end of a run"
     ),
     "TFRING_RESTART": Setting(
-        0, _whole_number, "a whole number", "how often `tfring launch --max-restarts` has started this job before"
+        0, _whole_number, "a whole number", "number of times that `tfring launch --max-restarts` has restarted this job"
     ),
     "TFRING_SEED": Setting(
         None,
         _seed,
         "a whole number below 2**32, or none",
-        "what random numbers without a seed begin with, on all ranks alike (docs/data.md; `tfring launch` draws one)",
+        "the seed of random numbers that have none, the same on all ranks (docs/data.md; `tfring launch` draws one)",
     ),
     "TFRING_STALL_WARNING_SECONDS": Setting(
         30.0,
         _positive_seconds,
         "a number above 0",
-        "after how long a wait for a rank that is alive, but busy elsewhere, is warned of",
+        "how long to wait for a rank that is alive, but busy elsewhere, before a warning",
     ),
     "TFRING_TIMEOUT_SECONDS": Setting(
         600.0,
@@ -155,7 +155,7 @@ SETTINGS: dict[str, Setting] = {
         None,
         str,
         "the name of a folder",
-        "where each rank, and each parameter server, writes what it does when (docs/report.md)",
+        "where each rank and each parameter server writes its trace (docs/report.md)",
     ),
     "TFRING_TRANSPORT": Setting(
         "auto",
@@ -175,7 +175,7 @@ SETTINGS: dict[str, Setting] = {
         None, str, "rank 0's host, or its host:port", "where ranks meet, if the source does not say or is mistaken"
     ),
     "TFRING_NUM_WORKERS": Setting(
-        None, _whole_number, "a whole number", "the completions of a Kubernetes Indexed Job, which it does not tell"
+        None, _whole_number, "a whole number", "completions of a Kubernetes Indexed Job, which its pods are not told"
     ),
     # docs/security.md
     "TFRING_SECRET": Setting(
@@ -185,15 +185,15 @@ SETTINGS: dict[str, Setting] = {
         "what ranks prove to each other; the same on all of them",
         private=True,
     ),
-    "TFRING_SECRET_FILE": Setting(None, str, "the name of a file", "where the secret is, in place of TFRING_SECRET"),
+    "TFRING_SECRET_FILE": Setting(None, str, "the name of a file", "file with the secret, instead of TFRING_SECRET"),
     "TFRING_REQUIRE_SECRET": Setting(False, _flag, "0 or 1", "refuse to start several ranks without a secret"),
     # Set by `tfring launch` for each worker; None elsewhere. They come together (tfring/cluster/launch_variables.py).
     "TFRING_MAX_WORKER_RESTARTS": Setting(
-        0, _whole_number, "a whole number", "how often `tfring launch` starts each worker of asynchronous servers again"
+        0, _whole_number, "a whole number", "how often `tfring launch` restarts each worker of asynchronous servers"
     ),
-    "TFRING_RANK": Setting(None, _whole_number, "a whole number", "this process in the ring, from 0"),
+    "TFRING_RANK": Setting(None, _whole_number, "a whole number", "the rank of this process in the ring, from 0"),
     "TFRING_WORLD_SIZE": Setting(None, _whole_number, "a whole number", "number of processes in the ring"),
-    "TFRING_LOCAL_RANK": Setting(None, _whole_number, "a whole number", "this process on its host, from 0"),
+    "TFRING_LOCAL_RANK": Setting(None, _whole_number, "a whole number", "the rank of this process on its host, from 0"),
     "TFRING_LOCAL_WORLD_SIZE": Setting(
         None, _whole_number, "a whole number", "number of processes on this host"
     ),
@@ -203,7 +203,7 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_SERVERS": Setting(
         None, _addresses, "addresses such as host1:12345,host2:12345", "where each parameter server listens"
     ),
-    "TFRING_SERVER": Setting(None, _whole_number, "a whole number", "this process among the parameter servers, from 0"),
+    "TFRING_SERVER": Setting(None, _whole_number, "a whole number", "the number of this parameter server, from 0"),
     "TFRING_TAKEN_FD": Setting(
         None, str, "text", "inherited pipe that tells the launcher that this rank's place is taken"
     ),

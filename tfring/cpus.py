@@ -14,7 +14,7 @@ _MIN_INTER_OP_THREADS = 2  # a collective occupies a thread while it waits for o
 
 
 def available_cpus(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Returns the number of CPUs this process may use, by its affinity mask and the quota of its cgroup (container)."""
+    """Returns the number of CPUs this process may use, by its affinity mask and cgroup quotas (set by containers)."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_cgroup_quotas(root)])))
 
 
@@ -35,8 +35,8 @@ def share_of_cores(
         cores.setdefault((core[0], core[1]), set()).add(cpu)
     if len(cores) < num_workers:
         raise ConfigurationError(
-            f"{num_workers} workers of {socket.gethostname()} cannot be bound to its {len(cores)} cores: each gets one "
-            "or more. Start fewer workers there, or leave --bind out."
+            f"{num_workers} workers on {socket.gethostname()} cannot be bound to its {len(cores)} cores: each needs at "
+            "least one. Start fewer workers there, or leave --bind out."
         )
     in_order = [cores[core] for core in sorted(cores)]
     first, end = (each * len(in_order) // num_workers for each in (number, number + 1))

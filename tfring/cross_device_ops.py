@@ -30,7 +30,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     Args:
       collectives: The engine, see `tfring.ring.collectives`.
       devices: This worker's devices, one per replica. They receive results whose destination has no device. Defaults to
-        one replica, with results wherever they are computed.
+        `("",)`: one replica, whose results stay on the device that computed them.
       sparse: A `SparseOptions` that describes how IndexedSlices are reduced.
       buckets: Bytes of dense values that one collective reduces. Defaults to the sizes for one host.
       compression: Dtype in which dense float32 values are sent. Defaults to None: as they are.
@@ -172,7 +172,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
         Args:
           per_replica: A PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica
-            (TensorFlow makes one of an object that all replicas pass).
+            (TensorFlow makes one value of one object that all replicas pass).
           active: One bool scalar per replica, or None.
         """
         values = values_of(per_replica)
@@ -224,13 +224,13 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Concatenates the workers' tensors along `axis`, in rank order; their sizes along `axis` may differ."""
         if tensor.dtype == tf.string:
             raise TypeError(
-                f"{name} is of dtype string, of shape {tensor.shape}, and workers exchange numbers and booleans only. "
+                f"{name} has dtype string and shape {tensor.shape}, but workers exchange only numbers and booleans. "
                 "Look strings up in a vocabulary (keras.layers.StringLookup), or gather their ids."
             )
         rank = tensor.shape.rank
         if rank is None:
             raise ConfigurationError(
-                f"{name} has a tensor of unknown rank, and workers concatenate tensors along their first dimension. "
+                f"{name} has a tensor of unknown rank, but workers concatenate tensors along their first dimension. "
                 "Set its shape, such as `x.set_shape([None, 3])`: `tf.numpy_function` returns tensors without one."
             )
         front = [axis, *range(axis), *range(axis + 1, rank)]

@@ -38,7 +38,7 @@ def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_shard
     compared along "data" only.
 
     Raises:
-      tf.errors.InvalidArgumentError: If replicas differ from replica 0; on every rank, naming these and the variables.
+      tf.errors.InvalidArgumentError: On every rank, if replicas differ. The message names the variables and replicas.
     """
     chosen = [
         (variable, name, is_sharded)
@@ -53,8 +53,9 @@ def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_shard
         return
     if goes_on_by_itself and not tf.executing_eagerly():
         raise ConfigurationError(
-            "`strategy.assert_equal` was called in a step, where workers of asynchronous updates hold other weights: "
-            "each has pulled at another time. Call it between two `fit`, on all workers. (docs/parameter_servers.md)"
+            "`strategy.assert_equal` was called in a step, where workers of asynchronous updates hold different "
+            "weights: each has pulled at a different time. Call it between two calls of `fit`, on all workers. "
+            "(docs/parameter_servers.md)"
         )
     replicas = len(ring.devices)
     mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]
@@ -64,7 +65,8 @@ def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_shard
     wanted = tf.where(tf.constant([is_sharded for *_, is_sharded in chosen]), first_of_line, everyone[:1])
     differs = tf.not_equal(everyone, wanted)  # [replicas, variables]
     text = tf.strings.format(
-        "Replicas hold other bits than replica 0. Variables: {}; replicas: {} (rank = replica // {}). " + _ADVICE,
+        "Some replicas hold different bits than replica 0. Variables: {}; replicas: {} (rank = replica // {}). "
+        + _ADVICE,
         (
             tf.boolean_mask(tf.constant([name for _, name, _ in chosen]), tf.reduce_any(differs, 0)),
             tf.where(tf.reduce_any(differs, 1))[:, 0],

@@ -108,8 +108,9 @@ class PeerLostError(TfringError):
 
 
 class CollectiveTimeoutError(TfringError, TimeoutError):
-    """Raised if a rank is alive but did not take part in a collective within `timeout_seconds`.
+    """Raised if a rank is alive but did not take part in a collective in time.
 
+    The limit is `TFRING_TIMEOUT_SECONDS`, or `timeout_seconds` if that is given to `Communicator.connect`.
     Raised on every rank that can still run; it names the rank that cannot. The ring is unusable afterwards.
     In your own `tf.function` the same failure is `tf.errors.DeadlineExceededError`.
     """

@@ -19,7 +19,7 @@ from tfring.program import short_traceback
 from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
 
-_PLAIN = "None, bool, int, float, str, and lists, tuples and dicts with text keys of them, as JSON has them"
+_PLAIN = "None, bool, int, float, str, and lists, tuples and dicts of them with strings as keys, as in JSON"
 _NOT_PLAIN = -1  # instead of a length: the value of the root or of a rank cannot be sent
 
 _own: Communicator | None = None  # created when a program without a strategy first exchanges something
@@ -51,8 +51,8 @@ def world_size() -> int:
 def local_rank() -> int:
     """Returns the rank of this process among those of its host, from 0.
 
-    Under MPI, SLURM and torchrun-style variables the ranks connect to find out which of them share a host, unless a
-    strategy exists already. All ranks must call it then.
+    Under MPI, SLURM and torchrun-style variables, and before a strategy exists, the ranks connect to find out which of
+    them share a host: all ranks must then call it.
 
     >>> local_rank()
     0
@@ -73,7 +73,7 @@ def is_chief() -> bool:
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Prints on rank 0 only. It has the arguments of `print`; the other ranks need not call it.
+    """Prints on rank 0 only. Accepts the arguments of `print`. The other ranks need not call it.
 
     >>> print_once("epochs:", 3)
     epochs: 3
@@ -165,7 +165,9 @@ def all_gather(value: Any) -> Any:
         if _NOT_PLAIN not in lengths:
             texts = peers.all_gather(np.frombuffer(text, np.uint8), name="tfring.all_gather as JSON").tobytes()
     if problem is None and _NOT_PLAIN in lengths:
-        problem = TypeError(f"The value of rank {lengths.index(_NOT_PLAIN)} cannot be gathered: it is not {_PLAIN}.")
+        problem = TypeError(
+            f"The value of rank {lengths.index(_NOT_PLAIN)} cannot be gathered: it is not a plain value ({_PLAIN})."
+        )
     if problem is not None:
         raise problem
     ends = np.cumsum(lengths)
@@ -211,7 +213,9 @@ def broadcast(value: Any, root: int = 0) -> Any:
     head = np.array([_NOT_PLAIN if problem else len(text), array is not None])
     length, follows = peers.broadcast(head, root, name="tfring.broadcast").tolist()
     if length == _NOT_PLAIN:
-        raise problem or TypeError(f"The value of rank {root} cannot be broadcast: it is no array, and not {_PLAIN}.")
+        raise problem or TypeError(
+            f"The value of rank {root} cannot be broadcast: it is neither an array nor a plain value ({_PLAIN})."
+        )
     mine = np.frombuffer(text, np.uint8) if is_root else np.empty(length, np.uint8)
     said = json.loads(peers.broadcast(mine, root, name="tfring.broadcast as JSON").tobytes())
     if not follows:
@@ -226,7 +230,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
 
 
 def _ring() -> Any:
-    """Returns the ring of the newest strategy; None without a strategy, as before TensorFlow is imported."""
+    """Returns the ring of the newest strategy; None without one, and so before TensorFlow is imported."""
     runtime = sys.modules.get("tfring.runtime")
     return None if runtime is None else runtime.ring_of_process()
 
@@ -331,7 +335,7 @@ def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
     wrong = not_plain(value)
     if wrong is not None:
         return b"", TypeError(
-            f"The value has {wrong}, which cannot be sent. Plain values are {_PLAIN}. Arrays go by themselves."
+            f"The value has {wrong}, which cannot be sent. Plain values are {_PLAIN}. Pass arrays by themselves."
         )
     return json.dumps(value, default=lambda number: number.item()).encode(), None
 
@@ -351,10 +355,10 @@ def not_plain(value: Any) -> str | None:
     if isinstance(value, dict):
         keys = [key for key in value if not isinstance(key, str)]
         if keys:
-            return f"a dict with the key {keys[0]!r}, and keys are texts"
+            return f"a dict with the non-string key {keys[0]!r}"
         return not_plain(list(value.values()))
     return f"a {type(value).__name__}"
 
 
 def _wrong_dtype(array: np.ndarray) -> TypeError:
-    return TypeError(f"Arrays of dtype {array.dtype} are not sent; these are: {', '.join(sorted(DTYPES))}")
+    return TypeError(f"Arrays of dtype {array.dtype} cannot be sent. Supported dtypes: {', '.join(sorted(DTYPES))}")

@@ -68,15 +68,15 @@ def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
     if not gpus or num_workers <= len(gpus) or config.read("TFRING_GPUS", environ) == "all":
         return None
     return (
-        f"{num_workers} workers on a host with {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: each sees all of them, "
-        f"and they share their memory. Start {len(gpus)}, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs "
+        f"{num_workers} workers on a host with {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: each worker sees all "
+        f"GPUs, so they share their memory. Start {len(gpus)}, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs "
         "(docs/gpus.md)."
     )
 
 
 @functools.cache
 def _count(path: str) -> int:
-    """Returns the number of GPUs that `nvidia-smi` lists; 0 without it. `path`, the searched PATH, is a cache key."""
+    """Returns the number of GPUs that `nvidia-smi` lists, 0 without it. `path` is a cache key, and is not searched."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL

@@ -67,12 +67,12 @@ def _checked(tensor: Any) -> tf.Tensor | None:
         return None
     if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         raise TypeError(
-            f"gather_for_loss got a {type(tensor).__name__}, and takes dense tensors. Gather its components, or make "
-            "it dense (`to_tensor`, `tf.sparse.to_dense`)."
+            f"gather_for_loss got a {type(tensor).__name__}, but takes only dense tensors. Gather its components, or "
+            "make it dense (`to_tensor`, `tf.sparse.to_dense`)."
         )
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
-        raise ValueError(f"gather_for_loss got a scalar, {tensor}, and takes tensors [rows, ...].")
+        raise ValueError(f"gather_for_loss got a scalar, {tensor}, but takes tensors [rows, ...].")
     return tensor
 
 

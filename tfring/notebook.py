@@ -25,7 +25,7 @@ from tfring.functions import not_plain
 __all__ = ["run"]
 
 _FAILED = re.compile(r"tfring launch: (.*)")
-_RULE = "A function that `run` starts on workers is made by `def`, at the top level of a notebook or a module"
+_RULE = "A function that `run` starts on workers must be defined with `def`, at the top level of a notebook or a module"
 _LAST_LINES = """\
 
 if __name__ == "__main__":
@@ -63,19 +63,19 @@ def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
     ...     return {"workers": tfring.world_size(), "epochs": epochs}
     >>> run(train, n=0)
     Traceback (most recent call last):
-    tfring.errors.ConfigurationError: `n` is 0, not a number of workers, 1 or more.
+    tfring.errors.ConfigurationError: `n` is 0, not a number of workers (an integer of at least 1).
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigurationError(f"`n` is {n!r}, not a number of workers, 1 or more.")
+        raise ConfigurationError(f"`n` is {n!r}, not a number of workers (an integer of at least 1).")
     wrong = not_plain(list(args))
     if wrong is not None:
         raise ConfigurationError(
-            f"`args` has {wrong}, which JSON cannot write. Arguments of a function on workers are plain values. Read "
-            "arrays and datasets in the function."
+            f"`args` has {wrong}, which JSON cannot represent. Arguments of a function on workers must be plain "
+            "values. Read arrays and datasets in the function."
         )
     if detection.find(os.environ) is not None:
         raise ConfigurationError(
-            "`tfring.notebook.run` was called on a worker, and it starts workers. Call the function itself, or run it "
+            "`tfring.notebook.run`, which starts workers, was called on a worker. Call the function itself, or run it "
             "where no launcher has started the program."
         )
     source = source_of(fn)
@@ -101,7 +101,8 @@ def encoded(value: Any) -> str:
     wrong = not_plain(value)
     if wrong is not None:
         raise ConfigurationError(
-            f"The function returned {wrong}, which JSON cannot write. Write arrays and models to files (`tfring.save`)."
+            f"The function returned {wrong}, which JSON cannot represent. Write arrays and models to files "
+            "(`tfring.save`)."
         )
     return json.dumps(value, default=lambda number: number.item())
 
@@ -170,8 +171,8 @@ def _definition(name: str, value: Any, user: str) -> str:
     if not_plain(value) is None:
         return f"{name} = __import__('json').loads({encoded(value)!r})"
     raise ConfigurationError(
-        f"`{user}` uses {name!r} of its notebook, a {type(value).__name__}, and only modules, functions and plain "
-        "values go to workers. Make it in the function."
+        f"`{user}` uses {name!r} of its notebook, a {type(value).__name__}, but only modules, functions and plain "
+        "values can be sent to workers. Make it in the function."
     )
 
 

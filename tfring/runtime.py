@@ -242,9 +242,8 @@ def ring_of_process() -> Ring | None:
 def _in_a_branch(replicas: int) -> str:
     return (
         "An optimizer, or another call for all replicas, is in a `tf.cond`, a `tf.while_loop` or a function of these, "
-        f"where TensorFlow cannot run the {replicas} replicas of this worker together. Accumulate gradients by the "
-        "optimizer's "
-        "`gradient_accumulation_steps`, or start one worker a device."
+        f"where TensorFlow cannot run the {replicas} replicas of this worker together. Accumulate gradients with the "
+        "optimizer's `gradient_accumulation_steps`, or start one worker per device."
     )
 
 

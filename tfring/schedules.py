@@ -24,14 +24,14 @@ def factor_of(rule: str, world_size: int) -> float:
     if rule not in RULES:
         raise ConfigurationError(f"`rule` is {rule!r}, not one of {RULES}.")
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigurationError(f"`world_size` is {world_size!r}, not a whole number, 1 or more.")
+        raise ConfigurationError(f"`world_size` is {world_size!r}, not an integer of at least 1.")
     return float(world_size) if rule == "linear" else math.sqrt(world_size)
 
 
 def check_warmup_steps(warmup_steps: int, least: int) -> None:
     """Raises ConfigurationError unless `warmup_steps` is an integer of at least `least`."""
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < least:
-        raise ConfigurationError(f"`warmup_steps` is {warmup_steps!r}, not a whole number, {least} or more.")
+        raise ConfigurationError(f"`warmup_steps` is {warmup_steps!r}, not an integer of at least {least}.")
 
 
 @keras.saving.register_keras_serializable("tfring")
@@ -48,8 +48,8 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         base(t) * f                                           from step `warmup_steps` on,
         base(t) * (1 + (f - 1) * (t + 1) / warmup_steps)      before.
 
-    The rate depends only on `optimizer.iterations`, so it resumes after a restart. After a restart on another number of
-    workers, the script passes the new `world_size`.
+    The rate depends only on `optimizer.iterations`, so it resumes after a restart, also on another number of workers if
+    the script passes the new `world_size`.
 
     Args:
       base: The learning rate of one worker, a float above 0 or a `LearningRateSchedule`.

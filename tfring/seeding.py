@@ -1,4 +1,4 @@
-"""Seeds everything that a program draws without a seed of its own, the same on all ranks, before the program begins.
+"""Seeds random numbers that a program draws without a seed, the same on all ranks, before the program begins.
 
 This module imports nothing of tfring, because `tfring launch` runs it in each worker before the program
 (`launch/hook`).
@@ -25,7 +25,7 @@ def current() -> int | None:
 
 
 def apply_from_environment(after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Seeds this process with TFRING_SEED if that is a number; `tfring.config` raises an error for anything else.
+    """Seeds this process with TFRING_SEED if that is a number below 2**32; `tfring.config` reports invalid values.
 
     Args:
       after_import: `tfring.imports.after_import`.
@@ -74,7 +74,7 @@ def _seed_tf_data(random_seed: Any, seed: int) -> None:
 class PlacedSeeds:
     """Seeds for unseeded transformations, derived from a base and from the place in the program that creates them.
 
-    They depend on the place, not on a count, so that a dataset that only one rank creates does not shift the others.
+    They are counted for each place by itself, so that a dataset that only one rank creates does not shift the others.
     """
 
     def __init__(self) -> None:

@@ -11,11 +11,12 @@ at_stage 1     [3, 5]   of 2 stages of 2 ranks     ranks 0, 1: nothing          
 
 `plan_shards` is for ranks that share the work of an optimizer. A weight with many rows is cut between rows, so that its
 sparse gradient (such as that of an embedding) stays sparse: each rank uses the ids of its own rows. Any other weight is
-cut between elements. `shard_along` is for layers whose operation determines the dimension. Sizes of shards differ by at
-most one row, column or element, and shards may be empty.
+cut between elements. `shard_along` is for layers whose operation determines the dimension. Sizes of these shards differ
+by at most one row, column or element, and shards may be empty.
 
 `shard_table` and `shard_tables` are for tables. Ids are often sorted by frequency; if they are interleaved, every rank
-has the same number of frequent ids. If they are divided by range, the rows of a rank are contiguous in a file.
+has the same number of frequent ids, give or take one. By range, the rows of a rank are contiguous in a file; the last
+ranks may have fewer rows.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _text(document: dict[str, Any], difference: float) -> str:
     rows, rows_alone = f"{document['rows_per_second']:,.0f}", f"{document['rows_per_second_alone']:,.0f}"
     if cluster["world_size"] == 1:
         return (
-            f"tfring test: this process is alone ({cluster['source']}), and trains: {rows} rows a second. To test two "
+            f"tfring test: this process is alone ({cluster['source']}) and trains {rows} rows a second. To test two "
             f"workers, type: tfring test -n 2\n\n{document['verdict']}"
         )
     return (
@@ -106,7 +106,7 @@ def _text(document: dict[str, Any], difference: float) -> str:
         f"{document['rows_per_step']} rows\n\n"
         f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
         "(a model too small to say how much larger ones gain)\n"
-        f"Weights        differ from those of one process by {difference:.1e} of a variable's largest; "
+        f"Weights        differ from those of one process by {difference:.1e} of a variable's largest value; "
         f"{document['tolerance']:g} is allowed\n\n{document['verdict']}"
     )
 

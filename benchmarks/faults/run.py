@@ -320,7 +320,7 @@ def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
         assert scenario.moment != SAVING or len({report["steps"] for report in known}) == 1, known
         told = f"{known[0]['steps']} steps"
         said = [line for rank in ranks for line in rank.lines]
-        told += "".join(f"; {line}" for line in said if "training goes on from" in line)
+        told += "".join(f"; {line}" for line in said if "training continues from" in line)
         warnings = [line.partition("Warning: ")[2] or line for line in said if WARNINGS.search(line)]
         if warnings:
             told += f"; {len(warnings)} warning{'s' * (len(warnings) > 1)}: {warnings[0]}"

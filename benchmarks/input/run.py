@@ -116,7 +116,7 @@ def table_of_pictures(arguments):
                 running[column] = contestant
                 versions += [fact for fact in contestant.facts if fact not in versions]
         size = running[KERAS].ask("size")[0]
-        with contest.realtime(arguments.realtime):
+        with contest.realtime_without_limit(arguments.realtime):
             for number in range(arguments.rounds):
                 for cell in cells:
                     for column, contestant in running.items():

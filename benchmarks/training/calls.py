@@ -83,7 +83,7 @@ def measure(arguments) -> str:
             for contestant in started:
                 running[column] = contestant
                 versions += [fact for fact in contestant.facts if fact not in versions]
-        with contest.realtime(arguments.realtime):
+        with contest.realtime_without_limit(arguments.realtime):
             for round_number in range(arguments.rounds):
                 for question, names in (("call", calls), ("program", programs)):
                     for name in names:

@@ -24,8 +24,8 @@ def test_three_on_this_machine(start):
     assert err == ""
     title, limit, terms, training, _, blank, columns, units, *lines = out.splitlines()
     assert title == "tfring bench: 3 ranks on 1 host, from tfring launch" and blank == ""
-    reached = "which copying memory reaches where every rank copies, all at once"
-    assert re.fullmatch(rf"Limit: [\d.]+ GB/s a rank, {reached}", limit)
+    reached = "which copying memory reaches when every rank copies, all at once"
+    assert re.fullmatch(rf"Limit: [\d.]+ GB/s per rank, {reached}", limit)
     assert terms.startswith("time: of one call; algbw: ") and "all_reduce sums gradients" in training
     assert columns.split() == [
         "collective",
@@ -106,14 +106,14 @@ def test_a_plot_without_matplotlib(start, tmp_path):
 
 def test_a_plot_nowhere(start, all_packages):
     out, err = ended(start([*BENCH, "-n", "2", "--plot", "/nowhere/bench.png"]), 2)
-    assert out == "" and "no file can be written in /nowhere" in err
+    assert out == "" and "cannot write a file in /nowhere" in err
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ([], "tfring bench -n 2"),
-        (["--op", "all_sum"], "none of the collectives all_reduce, all_gather"),
+        (["--op", "all_sum"], "not one of the collectives all_reduce, all_gather"),
         (["--sizes", "4,4X"], "'4X' is not a whole number of bytes"),
         (["--sizes", "0"], "'0' is not a whole number of bytes"),
         (["--dtype", "string"], "invalid choice: 'string'"),

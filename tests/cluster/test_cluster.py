@@ -54,12 +54,12 @@ def test_address(text, host, port, canonical):
         ("host:\u0661", "The port is a whole number"),
         ("grpc://host:1", 'write "host:1"'),
         ("2001:db8::1:80", r'write "\[2001:db8::1\]:80"'),
-        ("[2001:db8::1]", "The port is missing|stands in brackets"),
+        ("[2001:db8::1]", "The port is missing|needs brackets"),
         ("[2001:zz::1]:80", "Not an IPv6 address"),
         ("1.2.3.400:80", "Not an IPv4 address"),
-        ("ho st:80", "no host name"),
-        ("-host:80", "no host name"),
-        ("", "is no address"),
+        ("ho st:80", "not a host name"),
+        ("-host:80", "not a host name"),
+        ("", "is not an address"),
         (None, "a NoneType"),
     ],
 )
@@ -93,19 +93,19 @@ RIGHT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"rank": 3}, "`rank` runs from 0"),
-        ({"rank": -1}, "`rank` runs from 0"),
-        ({"rank": "1"}, "`rank` is a whole number"),
-        ({"rank": True}, "`rank` is a whole number"),
+        ({"rank": 3}, "`rank` must be from 0"),
+        ({"rank": -1}, "`rank` must be from 0"),
+        ({"rank": "1"}, "`rank` must be an integer"),
+        ({"rank": True}, "`rank` must be an integer"),
         ({"world_size": 0}, "at least 1"),
-        ({"world_size": 4}, "one entry a rank"),
-        ({"local_rank": 2}, "`local_rank` runs"),
-        ({"local_world_size": 4}, "`local_world_size` runs"),
-        ({"num_nodes": 1}, "`num_nodes` is 1 if"),
-        ({"num_nodes": 4}, "`num_nodes` is 1 if"),
-        ({"local_world_size": 3}, "`num_nodes` is 1 if"),
-        ({"addresses": ("a:1", "a:2")}, "one entry a rank"),
-        ({"addresses": ()}, "one entry a rank"),
+        ({"world_size": 4}, "one entry per rank"),
+        ({"local_rank": 2}, "`local_rank` must be"),
+        ({"local_world_size": 4}, "`local_world_size` must be"),
+        ({"num_nodes": 1}, "`num_nodes` must be 1 if"),
+        ({"num_nodes": 4}, "`num_nodes` must be 1 if"),
+        ({"local_world_size": 3}, "`num_nodes` must be 1 if"),
+        ({"addresses": ("a:1", "a:2")}, "one entry per rank"),
+        ({"addresses": ()}, "one entry per rank"),
         ({"addresses": list(ADDRESSES)}, "tuple"),
         ({"addresses": ("a:1", "b:1", "A:1")}, "ranks 0 and 2 share an address"),
         ({"addresses": ("a:1", "b:1", "c")}, "An address is"),
@@ -161,14 +161,14 @@ def test_two_sources_that_contradict(addresses, rank):
         ({"TFRING_LISTEN_FD": "5"}, "are missing"),
         (launched(rank="one"), "TFRING_RANK='one' is not a whole number"),
         (launched(rank="-1"), "TFRING_RANK='-1' is not a whole number"),
-        (launched(rank="3"), "`rank` runs from 0"),
-        (launched(world_size="2", rank="0"), "one entry a rank"),
-        (launched(addresses="a:1,a:2"), "one entry a rank"),
+        (launched(rank="3"), "`rank` must be from 0"),
+        (launched(world_size="2", rank="0"), "one entry per rank"),
+        (launched(addresses="a:1,a:2"), "one entry per rank"),
         (launched(addresses="a:1,a:2,a:1"), "ranks 0 and 2 share an address"),
         (launched(addresses="a:1,a:2,"), "An address is"),
-        (launched(local_rank="2"), "`local_rank` runs"),
-        (launched(listen_fd="987654"), "is no socket that listens.*not a worker"),
-        (launched(listen_fd="0"), "is no socket that listens"),
+        (launched(local_rank="2"), "`local_rank` must be"),
+        (launched(listen_fd="987654"), "is not a socket that listens.*not a worker"),
+        (launched(listen_fd="0"), "is not a socket that listens"),
     ],
 )
 def test_wrong_launch_variables(variables, rule):
@@ -187,12 +187,12 @@ def test_inherited_socket_is_checked_and_kept_from_children():
         assert found.listen_fd == listener.fileno()
         assert not listener.get_inheritable()
         listener.getsockname()  # still open
-        with pytest.raises(ConfigurationError, match="is no socket that listens"):
+        with pytest.raises(ConfigurationError, match="is not a socket that listens"):
             detect(environ={**variables, "TFRING_LISTEN_FD": str(other.fileno())})
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         variables = launch_variables.write(Cluster.from_hosts([f"127.0.0.1:{deaf.getsockname()[1]}"], rank=0))
-        with pytest.raises(ConfigurationError, match="is no socket that listens"):
+        with pytest.raises(ConfigurationError, match="is not a socket that listens"):
             detect(environ={**variables, "TFRING_LISTEN_FD": str(deaf.fileno())})
 
 

@@ -52,7 +52,7 @@ def test_alone(start):
 def test_three_on_this_machine(start):
     out, err = ended(start([*DOCTOR, "-n", "3"]))
     assert err == ""
-    assert "6 of 6 connections" in out and "never came" not in out
+    assert "6 of 6 connections" in out and "never connected" not in out
     assert out.endswith("Ready: 3 workers on 1 host can train.\n")
     assert out.count("one host, shared memory, latency") == 3
     assert "\n              algorithm of all_reduce: flat up to 21.8 kB, ring above\n" in out
@@ -121,9 +121,9 @@ def test_a_rank_that_never_comes(start):
     out, err = ended(start([*DOCTOR, "--start-timeout", "6"], TF_CONFIG=tf_config(addresses, 0)), 1)
     assert time.monotonic() - began < 30
     assert ended(second) == ("", "") and err == ""
-    assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but no process listens" in out
+    assert f"Rank 2 never connected. {addresses[2]}: refused: the host answers, but no process listens" in out
     assert "Start the doctor for rank 2 too" in out and "Not ready: 1 problem" in out
-    assert f"{addresses[2]} (never came)" in out
+    assert f"{addresses[2]} (never connected)" in out
     assert "2 of 6 connections" in out and "R refused" in out
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_never_comes_to_the_meeting(start):
     (port,) = free_ports(1)
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     found = document(start([*DOCTOR, "--json", "--start-timeout", "1"], **variables), 1)
-    assert "for 1 s, but rank 1 never came" in words(found) and found["ranks"][0]["library"]["problem"] is None
+    assert "for 1 s, but rank 1 never connected" in words(found) and found["ranks"][0]["library"]["problem"] is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_another_list_of_addresses(start):
     config = tf_config(addresses, 0)
     found = document(start([*DOCTOR, "--json", "--start-timeout", "3"], TF_CONFIG=config), 1)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_JOB)]
-    assert "see that all ranks have the same list of addresses" in words(found)
+    assert "check that all ranks have the same list of addresses" in words(found)
 
 
 def test_a_port_that_leads_to_another_rank(start):
@@ -282,7 +282,7 @@ def test_a_rank_that_dies_on_the_way(start):
     addresses = addresses_of(2)
     second = start(another(f"links.probe_all = lambda *_: os._exit(3)\n{RUN}"), TF_CONFIG=tf_config(addresses, 1))
     found = document(start([*DOCTOR, "--json"], TF_CONFIG=tf_config(addresses, 0)), 1)
-    assert "Rank 1 was there and is gone" in words(found)
+    assert "Rank 1 was connected, but is gone" in words(found)
     ended(second, 3)
 
 
@@ -290,7 +290,7 @@ def test_a_rank_that_stands_still(start):
     addresses = addresses_of(2)
     start(another(f"links.probe_all = lambda *_: time.sleep(600)\n{RUN}"), TF_CONFIG=tf_config(addresses, 1))
     found = document(start([*DOCTOR, "--json"], TF_CONFIG=tf_config(addresses, 0)), 1)
-    assert "Rank 1 was there and is gone: no answer within" in words(found)
+    assert "Rank 1 was connected, but is gone: no answer within" in words(found)
 
 
 def test_a_ring_that_does_not_form(start):
@@ -298,7 +298,7 @@ def test_a_ring_that_does_not_form(start):
     second = start(DOCTOR, TF_CONFIG=tf_config(addresses, 1), TFRING_TRANSPORT="shm")
     found = document(start([*DOCTOR, "--json"], TF_CONFIG=tf_config(addresses, 0), TFRING_TRANSPORT="tcp"), 1)
     ended(second)
-    assert "The ring does not form" in words(found) and "Set TFRING_TRANSPORT alike on all ranks" in words(found)
+    assert "The ring does not form" in words(found) and "Set the same TFRING_TRANSPORT on all ranks" in words(found)
 
 
 def test_hosts_that_cannot_be_had(start):
@@ -388,7 +388,7 @@ def test_no_route_to_a_host(start, hosts):
     first, *_ = on_all(start, hosts)
     found = document(first, 1)
     assert kinds(found)[1, 2] == links.UNREACHABLE
-    assert "unreachable: there is no way to it (No route to host)" in words(found)
+    assert "unreachable: there is no route to it (No route to host)" in words(found)
 
 
 def test_a_firewall_before_rank_0(start, hosts):
@@ -397,7 +397,7 @@ def test_a_firewall_before_rank_0(start, hosts):
     first, second, third = on_all(start, hosts, "--start-timeout", "4")
     found = document(first, 1)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.TIMED_OUT)]
-    assert "It is there, for rank 2 can reach it, and rank 0 cannot" in words(found)
+    assert "It is there: rank 2 can reach it, but rank 0 cannot" in words(found)
     out, err = ended(second, 1)
     assert out == "" and "looked for rank 0 at host1:20600" in err and "timed out" in err
     ended(third)
@@ -457,7 +457,7 @@ def test_what_is_slow():
     found = {"world_size": 3, "facts": facts, "connections": rows}
     first, second = findings.warnings(found)
     assert "2 workers share 1 CPU." in first.what
-    assert "eth0 (1 Gb/s), and has ib0 (100 Gb/s)" in second.what and "TFRING_INTERFACE=ib0" in second.do
+    assert "eth0 (1 Gb/s), but also has ib0 (100 Gb/s)" in second.what and "TFRING_INTERFACE=ib0" in second.do
 
 
 # ----------------------------------------------------------------------------------------------- parameter servers
@@ -483,5 +483,5 @@ def test_a_server_of_tf_config_that_never_came_is_named(start):
     found = document(first, 1)
     assert found["cluster"]["num_servers"] == 2 and found["cluster"]["addresses"] == [worker, *servers]
     assert [each["rank"] for each in found["missing"]] == [1] and servers[0] in words(found)
-    assert "Rank 1 (parameter server 0) never came." in words(found)
+    assert "Rank 1 (parameter server 0) never connected." in words(found)
     assert [each["role"] for each in found["ranks"]] == ["worker", "parameter server"]

@@ -189,7 +189,7 @@ def test_another_secret_at_the_meeting(job, monkeypatch):
     results = all_meet(unresolved_clusters(2, job))
     told = " ".join(map(str, results))
     assert all(isinstance(result, RendezvousError) for result in results), results
-    assert "it does not take this rank's secret" in told and "Turned away" in told
+    assert "it does not accept this rank's secret" in told and "Turned away" in told
 
 
 def _dial(port):
@@ -225,7 +225,7 @@ def test_ranks_that_never_come_are_named(job, monkeypatch):
     results = all_meet(unresolved_clusters(4, job)[:2])
     assert time.monotonic() - started < 20
     assert all(isinstance(result, RendezvousError) for result in results), results
-    assert "ranks 2, 3 never came" in str(results[0]) and "TFRING_RENDEZVOUS" in str(results[0])
+    assert "ranks 2, 3 never connected" in str(results[0]) and "TFRING_RENDEZVOUS" in str(results[0])
     alone = all_meet(unresolved_clusters(2, f"{job} 2")[1:])[0]
     assert "looked for rank 0 at 127.0.0.1, ports" in str(alone) and "refused" in str(alone)
 
@@ -252,7 +252,7 @@ def test_world_sizes_that_differ(job):
     """A rank of another world size is rejected at once; the others meet."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         rank_0 = pool.submit(meet, unresolved_clusters(2, job)[0])
-        with pytest.raises(RendezvousError, match="rank 0 of 2 to one process, and rank 1 of 3 to another"):
+        with pytest.raises(RendezvousError, match="gives one process rank 0 of 2, and another rank 1 of 3"):
             meet(unresolved_clusters(3, job)[1])
         rank_1 = pool.submit(meet, unresolved_clusters(2, job)[1])
         clusters = [call.result(2 * SECONDS) for call in (rank_0, rank_1)]

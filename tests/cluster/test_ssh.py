@@ -186,7 +186,7 @@ def test_a_lost_host_is_left_out_of_the_restart(launch, tmp_path):
         os.kill(ssh, signal.SIGKILL)
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, output
-        assert "Restart 1 of 3: all workers start again, 2 of them, without host2, and training goes on" in output
+        assert "Restart 1 of 3: all workers start again, 2 of them, without host2, and training continues" in output
         assert output.count("attempt 1 of 2 workers") == 2
         eventually(lambda: not processes_of(tmp_path), f"processes were left\n{output}")
     finally:

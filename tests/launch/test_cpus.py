@@ -91,7 +91,7 @@ def test_shares_of_cores(tmp_path, monkeypatch, cores, shares):
         (tmp_path / f"cpu{cpu}/topology/physical_package_id").write_text(f"{socket}\n")
         (tmp_path / f"cpu{cpu}/topology/core_id").write_text(f"{core}\n")
     assert [share_of_cores(number, len(shares), tmp_path) for number in range(len(shares))] == shares
-    with pytest.raises(ConfigurationError, match=r"(?s)9 workers of .* cannot be bound to its [2345] cores"):
+    with pytest.raises(ConfigurationError, match=r"(?s)9 workers on .* cannot be bound to its [2345] cores"):
         share_of_cores(0, 9, tmp_path)
 
 

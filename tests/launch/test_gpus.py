@@ -40,7 +40,7 @@ def test_more_workers_than_gpus_are_warned(launch, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     done = launch(3, SHOW)
     assert seen(done) == ["0,1"] * 3
-    assert done.stderr.count("tfring launch: 3 workers on a host with 2 GPUs: each sees all of them") == 1
+    assert done.stderr.count("tfring launch: 3 workers on a host with 2 GPUs: each worker sees all GPUs") == 1
     assert launch(3, GROWTH).stdout.count("grows true") == 3  # or the first would take all memory
     assert launch(2, GROWTH).stdout.count("grows None") == 2
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")

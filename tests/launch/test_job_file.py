@@ -45,7 +45,7 @@ def test_pyproject(run, tmp_path):
     assert run("launch", "--config", "job.toml", "facts.py").stdout == "1 8\n"
     for without in ("[project]\nname = 'x'\n", "[tool.tfring.test-seconds]\nlaunch = 1\n"):
         pyproject.write_text(without)
-        assert "say how many workers" in run("launch", "facts.py", code=2).stderr
+        assert "set the number of workers" in run("launch", "facts.py", code=2).stderr
     pyproject.write_text("[tool.tfring.launch]\nn = 2\n")
     assert run("doctor").stdout.startswith("tfring doctor: this process alone")  # asked for nothing else
 
@@ -71,17 +71,17 @@ def test_the_doctor_and_bench_take_those_they_have(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-restart = 3", "job.toml: 'max-restart' is no option of tfring launch. Did you mean max-restarts"),
+        ("max-restart = 3", "job.toml: 'max-restart' is not an option of tfring launch. Did you mean max-restarts"),
         ("max_restarts = 3", "Did you mean max-restarts"),
-        ("zzz = 3", "job.toml: 'zzz' is no option of tfring launch. The options are"),
-        ("dry-run = true", "'dry-run' is no option"),
-        ("np = 3", "'np' is no option"),
-        ("[tool.tfring.launch]\nn = 2", "'tool' is no option"),
-        ("n = true", "job.toml: n = True is not a text or a number"),
-        ("n = [2]", "job.toml: n = [2] is not a text or a number"),
+        ("zzz = 3", "job.toml: 'zzz' is not an option of tfring launch. The options are"),
+        ("dry-run = true", "'dry-run' is not an option"),
+        ("np = 3", "'np' is not an option"),
+        ("[tool.tfring.launch]\nn = 2", "'tool' is not an option"),
+        ("n = true", "job.toml: n = True is not a string or a number"),
+        ("n = [2]", "job.toml: n = [2] is not a string or a number"),
         ("n = 0", "tfring launch: job.toml: argument -n: '0' is not a whole number from 1 up"),
         ("timestamps = 1", "job.toml: timestamps = 1 is not true or false"),
-        ("env = [1]", "job.toml: env = [1] is not a list of texts"),
+        ("env = [1]", "job.toml: env = [1] is not a list of strings"),
         ("hosts = 'a'\nhostfile = 'b'", "job.toml: argument --hostfile: not allowed with argument --hosts"),
         ("n = ", "job.toml cannot be read"),
         (None, "job.toml cannot be read"),

@@ -841,7 +841,7 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
     ("arguments", "message"),
     [
         ([], "name a script or a module"),
-        ([__file__], "say how many workers with -n, or where with --hosts"),
+        ([__file__], "set the number of workers with -n, or their hosts with --hosts"),
         ([__file__, "-n", "2"], "-n comes after the program's name, so it is an option of the program"),
         (["--nprocs", "2", __file__], "unknown option --nprocs. Did you mean '-n'?"),
         (["-n", "many", "x.py"], "argument -n: 'many' is not a whole number from 1 up or auto"),
@@ -855,18 +855,18 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["-n", "two", "x.py"], "argument -n: 'two' is not a whole number from 1 up"),
         (["-n", "2"], "name a script or a module"),
         (["-n", "2", "nowhere.py"], "no such script: 'nowhere.py'"),
-        (["-n", "2", "/"], "a folder without __main__.py is no program: '/'"),
+        (["-n", "2", "/"], "a folder without __main__.py is not a program: '/'"),
         (["-n", "2", "-"], "a program cannot come from standard input"),
-        (["-n", "2", "-m"], "-m takes the name of a module"),
-        (["-n", "2", "-m", "-x"], "-m takes the name of a module"),
+        (["-n", "2", "-m"], "-m needs the name of a module"),
+        (["-n", "2", "-m", "-x"], "-m needs the name of a module"),
         (["-n", "2", "--nowhere", __file__], "unknown option --nowhere"),
         (["-n", "2", "--log", "x", __file__], "unknown option --log. Did you mean '--log-dir'?"),
         (["-n", "2", "--log-dir", "/dev/null/x", __file__], "cannot make the folder of --log-dir"),
-        (["-np", "4", __file__], "-np is an option of another launcher. Here it is -n 4: all workers"),
-        (["-H", "a:4", "-np", "4", __file__], "Here it is hosts, with the number of workers on each: --hosts a:4"),
-        (["--nproc-per-node", "4", __file__], "Here it is -n 4"),
-        (["--nproc_per_node=4", "--nnodes=1", __file__], "Here it is -n 4"),
-        (["-n", "2", "train.ipynb"], "a notebook is no program: 'train.ipynb'"),
+        (["-np", "4", __file__], "-np is an option of another launcher. Use -n 4: all workers"),
+        (["-H", "a:4", "-np", "4", __file__], "Use --hosts a:4: hosts, with the number of workers on each"),
+        (["--nproc-per-node", "4", __file__], "Use -n 4"),
+        (["--nproc_per_node=4", "--nnodes=1", __file__], "Use -n 4"),
+        (["-n", "2", "train.ipynb"], "a notebook is not a program: 'train.ipynb'"),
         (["-n", "2", "--ssh-port", "22", __file__], "--ssh-port has no effect without --hosts or --hostfile"),
         (["-n", "2", "--ssh-identity", "x", __file__], "Name the hosts, or leave --ssh-identity out"),
         (["-n", "2", "--ssh-config", "x", __file__], "--ssh-config has no effect"),
@@ -1370,7 +1370,7 @@ def test_an_agent_of_another_tfring(tmp_path):
     assert done.returncode == 71, done
     (line,) = done.stderr.splitlines()
     ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
-    says = f"The agent is of tfring 7.8.9 (protocol 99), and its launcher of {ours}. Install the same tfring on all"
+    says = f"The agent runs tfring 7.8.9 (protocol 99), but its launcher runs {ours}. Install the same tfring on all"
     assert line.startswith(f"tfring launch: node2: {says} hosts."), line
 
 
@@ -1396,7 +1396,7 @@ def test_a_launcher_of_another_tfring(says, received):
         (line,) = agent.stderr.read().decode().splitlines()
     ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
     where = f"tfring launch, on {socket.gethostname()}: "
-    assert line.startswith(f"{where}The agent is of {ours}, and its launcher of {received}"), line
+    assert line.startswith(f"{where}The agent runs {ours}, but its launcher runs {received}"), line
     assert line.endswith("Install the same tfring on all hosts.")
 
 
@@ -1435,10 +1435,10 @@ def test_a_dry_run_shows_who_would_start_where_and_starts_none(tmp_path):
 
     here = shown("-n", "2", "--servers", "1")
     first, where, *_ = here.splitlines()
-    assert first == f"2 workers and 1 server of: {sys.executable} {script} --epochs 3" and where == "this machine:"
+    assert first == f"2 workers and 1 server, each running: {sys.executable} {script} --epochs 3" and where == "this machine:"
     assert "rank 1, local rank 1 of 2 CUDA_VISIBLE_DEVICES=6 " in here and "  server 0\n" in here
     there = shown("--hosts", "a:1,b:2", "--ssh-port", "2222")
-    assert "\nb:\n  by ssh " in there and " 2222 " in there and "rank 2, local rank 1 of 2\n" in there
+    assert "\nb:\n  through ssh " in there and " 2222 " in there and "rank 2, local rank 1 of 2\n" in there
     assert "TF_SECRET_TOKEN" in there and "hidden" not in there
     assert not (tmp_path / "started").exists()
 

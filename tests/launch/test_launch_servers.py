@@ -225,7 +225,7 @@ def test_a_server_without_snapshots_ends_the_job(launch):
 def test_a_killed_server_comes_back_with_weights_and_slots_of_its_snapshot(launch, tmp_path):
     done = launch(1, 2, str(tmp_path / "snapshots"), "calm", COMES_BACK)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("goes on from its snapshot") == 2, done.stderr
+    assert done.stderr.count("continues from its snapshot") == 2, done.stderr
     told = json.loads(done.stdout.split("TOLD")[1])
     assert told["differ"] < 1e-5, told  # nothing was pushed behind the snapshots
     assert told["longest"] < max(20, told["started"]), told  # a busy machine starts no process sooner
@@ -236,7 +236,7 @@ def test_every_row_is_trained_once_though_servers_are_killed(launch, tmp_path, w
     # A machine that stands still for 15 s has no lost worker here.
     done = launch(2, 2, str(tmp_path / "snapshots"), when, COMES_BACK, lost_seconds=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("goes on from its snapshot") == 2, done.stderr
+    assert done.stderr.count("continues from its snapshot") == 2, done.stderr
     told = [json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)]
     assert sum(one["batches"] for one in told) == 240
     for one in told:
@@ -274,7 +274,7 @@ model.fit(np.ones((40, 4)), np.ones((40, 1)), batch_size=10, verbose=0)
 def test_logs_that_lack_rows_of_a_worker_that_stood_still_are_named(launch, tmp_path):
     done = launch(2, 1, str(tmp_path / "snapshots"), program=STANDS_STILL, lost_seconds=3)
     assert "Worker 1 is lost: " in done.stderr, done.stderr
-    assert "Worker 1 is back. The others went on without it: the logs of the epoch lack its rows." in done.stderr
+    assert "Worker 1 is back. The others continued without it: the logs of the epoch lack its rows." in done.stderr
 
 
 def test_a_server_that_is_started_again_is_ended_where_no_worker_is_left(launch, tmp_path):
@@ -330,7 +330,7 @@ tfring.ParameterServerStrategy(update="async" if "TFRING_SERVER" in os.environ e
 """
     done = launch(2, 1, {}, program=program)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "All processes of a job give the same." in done.stderr, done.stderr
+    assert "Pass the same settings in all processes of a job." in done.stderr, done.stderr
     assert "'update': 'sync'" in done.stderr and "'update': 'async'" in done.stderr, done.stderr
 
 
@@ -502,7 +502,7 @@ print("done", flush=True)
 
 @pytest.mark.parametrize(("dies", "says"), [
     pytest.param(
-        "always", "Its restart 1 of 1.*rank 1 is lost: killed by SIGKILL[^.]*. The other workers go on",
+        "always", "Its restart 1 of 1.*rank 1 is lost: killed by SIGKILL[^.]*. The other workers continue",
         marks=pytest.mark.long,
     ),
     ("late", "Its restart 1 of 1.*rank 1 comes back too late: the servers have ended"),
@@ -527,12 +527,12 @@ def test_a_worker_of_synchronous_updates_does_not_come_back(launch):
     program = "import tfring\ntfring.ParameterServerStrategy()"
     done = launch(2, 1, {}, more=["--max-worker-restarts", "2"], program=program)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "--max-worker-restarts 2` does not go with update='sync'" in done.stderr
+    assert "--max-worker-restarts 2` cannot be used with update='sync'" in done.stderr
 
 
 @pytest.mark.parametrize(("servers", "hosts", "says"), [
-    (0, None, "give --servers too"),
-    (1, "localhost:2", "on this machine alone"),
+    (0, None, "add --servers"),
+    (1, "localhost:2", "only workers on this machine"),
 ])
 def test_where_workers_do_not_come_back(launch, servers, hosts, says):
     done = launch(2, servers, {}, more=["--max-worker-restarts", "1"], hosts=hosts)

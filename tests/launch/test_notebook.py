@@ -73,7 +73,7 @@ def test_the_rank_that_failed_is_named(tmp_path):
 def test_a_result_that_is_not_plain(tmp_path):
     text = "import numpy as np\nfrom tfring.notebook import run\n\ndef work():\n    return np.ones(3)\n\nrun(work, 1)"
     done = execute(tmp_path, text, code=1)
-    assert "The function returned a ndarray, which JSON cannot write." in done.stdout
+    assert "The function returned a ndarray, which JSON cannot represent." in done.stdout
 
 
 def test_an_interrupt_ends_the_workers(tmp_path):
@@ -109,12 +109,12 @@ def method_holder():
 @pytest.mark.parametrize(
     "call, says",
     [
-        (lambda: run(of_module, n=0), "`n` is 0, not a number of workers, 1 or more."),
+        (lambda: run(of_module, n=0), "`n` is 0, not a number of workers (an integer of at least 1)."),
         (lambda: run(of_module, n=True), "`n` is True, not a number of workers"),
-        (lambda: run(lambda: 3), "is made by `def`, at the top level"),
-        (lambda: run(method_holder()), "is made by `def`, at the top level"),
-        (lambda: run(len), "is made by `def`, at the top level"),
-        (lambda: run(of_module, args=[{1, 2}]), "`args` has a set, which JSON cannot write."),
+        (lambda: run(lambda: 3), "must be defined with `def`, at the top level"),
+        (lambda: run(method_holder()), "must be defined with `def`, at the top level"),
+        (lambda: run(len), "must be defined with `def`, at the top level"),
+        (lambda: run(of_module, args=[{1, 2}]), "`args` has a set, which JSON cannot represent."),
     ],
 )
 def test_the_door(call, says):
@@ -126,7 +126,7 @@ def test_the_door(call, says):
 def test_a_worker_starts_no_workers(monkeypatch):
     place = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(place))
-    with pytest.raises(ConfigurationError, match="was called on a worker, and it starts workers"):
+    with pytest.raises(ConfigurationError, match="`, which starts workers, was called on a worker"):
         run(of_module)
 
 

@@ -50,7 +50,7 @@ def test_all_workers_start_again_until_they_succeed(launch, tmp_path):
     assert len({addresses for *_, addresses in tries}) == 3
     said = [line for line in done.stderr.splitlines() if line.startswith("tfring launch: ")]
     assert len(said) == 3 and "no ring was formed" in said.pop()
-    sequel = "Restart {} of 5: all workers start again, and training goes on from its last tfring.callbacks.Backup, "
+    sequel = "Restart {} of 5: all workers start again, and training continues from its last tfring.callbacks.Backup, "
     sequel += "or from the start without one."
     assert said[0].startswith("tfring launch: rank 1 failed first: killed by SIGKILL")
     assert said[1].startswith("tfring launch: rank 0 failed first: exit code 1.")
@@ -63,14 +63,14 @@ def test_all_workers_start_again_until_they_succeed(launch, tmp_path):
 def test_no_more_than_so_many(launch):
     done = launch(2, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)", code=137, **options(2))
     assert done.stderr.count("failed first") == 3
-    assert "Not restarted: all 2 restarts are used." in done.stderr
+    assert "Not restarted: all 2 restarts are used up." in done.stderr
 
 
 def test_the_same_failure_at_once_is_not_tried_again_and_again(launch):
     done = launch(2, "sys.exit('no such file')", code=1, **options(9))
     assert done.stderr.count("Restart 1 of 9") == 1
     assert "Restart 2" not in done.stderr
-    assert "Not restarted: it has failed at once, in the same way, before." in done.stderr
+    assert "Not restarted: it failed early in the same way before." in done.stderr
 
 
 def test_another_failure_is(launch):
@@ -119,9 +119,9 @@ def test_options_that_do_not_fit(tmp_path):
         assert done.returncode == 2
         return done.stderr
 
-    assert "give --max-restarts too" in refused("-n", "2", "--min-workers", "1")
-    assert "--max-workers is of the hosts of --hosts-from" in refused("-n", "2", "--max-workers", "1")
-    assert "at most the number of workers, 2" in refused("-n", "2", "--max-restarts", "1", "--min-workers", "3")
+    assert "add --max-restarts" in refused("-n", "2", "--min-workers", "1")
+    assert "--max-workers limits the hosts of --hosts-from" in refused("-n", "2", "--max-workers", "1")
+    assert "more than the number of workers, 2" in refused("-n", "2", "--max-restarts", "1", "--min-workers", "3")
 
 
 @pytest.fixture

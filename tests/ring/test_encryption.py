@@ -151,8 +151,8 @@ def test_ranks_that_differ_in_it():
         group.start(2, exchange, None, [True, False])
         for failed in group.outcomes(60):
             assert failed.kind == "RendezvousError"
-            assert "Rank 0 encrypts what it sends and rank 1 does not" in failed.message
-            assert "Set TFRING_ENCRYPT alike on all ranks" in failed.message
+            assert "Rank 0 encrypts what it sends, but rank 1 does not" in failed.message
+            assert "Set the same TFRING_ENCRYPT on all ranks" in failed.message
 
 
 def without_a_secret(cluster):
@@ -166,7 +166,7 @@ def test_without_a_secret():
         group.start(2, without_a_secret)
         for failed in group.outcomes():
             assert failed.kind == "ConfigurationError"
-            assert failed.message.startswith("The job has no secret, and TFRING_ENCRYPT=1 needs one")
+            assert failed.message.startswith("The job has no secret, but TFRING_ENCRYPT=1 needs one")
 
 
 def connected_pair():

@@ -18,7 +18,7 @@ def matrix():
     return module
 
 
-CUT = "cannot reach each other"
+CUT = "have not been able to reach each other"
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused_on_the_spot():
         messages,
         [
             'op="max"',
-            "does not carry dtype |S4",
+            "does not support dtype |S4",
             'no product. Use op="max"',
             "complex64 have no order",
             "`op` is 'mean', not ",
@@ -248,7 +248,7 @@ def into_arrays(cluster, transport):
         fixed = np.zeros(8)
         fixed.flags.writeable = False
         for out, words in (
-            (np.zeros(7), r"`out` is \[7\] of float64, and the value \[8\] of float64"),
+            (np.zeros(7), r"`out` is \[7\] of float64, but the value is \[8\] of float64"),
             (np.zeros(8, np.float32), r"`out` is .* of float32"),
             ([0.0] * 8, r"`out` is .*0.0"),
             (np.zeros(16)[::2], "contiguous"),

@@ -69,7 +69,7 @@ def test_both_sides_are_named_on_every_rank(which, transport):
         assert first.startswith("MismatchError: ranks disagree:"), first
         assert f"rank 1 called {ODD_ONE[which][1]} as collective 2" in first
         assert 'called all_reduce "gradients/0" sum float32[1024] as collective 2' in first
-        assert "All ranks make the same calls in the same order, none of them under `if rank == 0:`" in first
+        assert "All ranks must make the same calls in the same order, none of them under `if rank == 0:`" in first
         assert "can no longer be used" in again and "ranks disagree" in again
 
 

@@ -163,7 +163,7 @@ def join_another_ring(cluster):
 def test_a_rank_that_asks_for_another_ring_is_told_from_a_missing_one():
     for failed in ranks.try_run(3, join_another_ring):
         assert failed.kind == "RendezvousError"
-        assert "every rank that it still waits for answers" in failed.message and "rank" in failed.message
+        assert "all ranks that it still waits for respond" in failed.message and "rank" in failed.message
 
 
 def claim_rank(cluster):

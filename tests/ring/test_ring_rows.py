@@ -173,7 +173,7 @@ REFUSED = {
     "too few ids": ((np.ones((2, 3)), np.arange(1)), "table 0 are 2 rows, with 1 ids"),
     "a scalar": ((np.float32(1), np.arange(1)), "a scalar has no rows"),
     "flags": ((np.ones((2, 3), bool), np.arange(2)), "bool has no sum"),
-    "lists of other lengths": (([np.ones((2, 3))], [np.arange(2), np.arange(2)]), "has 1 arrays and `indices` 2"),
+    "lists of other lengths": (([np.ones((2, 3))], [np.arange(2), np.arange(2)]), "has 1 arrays, but `indices` 2"),
 }
 
 
@@ -304,7 +304,7 @@ def on_tensors(name):
         [(alone, alone_ids)], numbers = ops.sum_rows(None, [values[:2]], [tf.constant([5, 5])], name="alone")
         assert (alone / 10.0**rank).numpy().tolist() == [[3.0]] and alone_ids.numpy().tolist() == [5]
         assert numbers.numpy().tolist() == [1]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="Each row has an id"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Each row needs one id"):
             ops.sum_rows(None, [values], [tf.constant([5, 5])], name="alone")
         with pytest.raises(LookupError, match="TfringAllReduceRows"), tf.GradientTape() as tape:
             tape.watch(values)

@@ -151,11 +151,11 @@ def test_a_crash_leaves_a_file_that_can_be_read(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ConfigurationError, match=r"`trace` is .*file, a folder that cannot be written"):
+    with pytest.raises(ConfigurationError, match=r"`trace` is .*file, a folder that cannot be written to"):
         trace.start(file, 0, 1, trace.ring_source(None))
     first = trace.start(tmp_path / "a", 0, 1, trace.ring_source(None))
     try:
-        with pytest.raises(ConfigurationError, match="This process writes a trace to"):
+        with pytest.raises(ConfigurationError, match="This process already writes a trace to"):
             trace.start(tmp_path / "b", 0, 1, trace.ring_source(None))
         assert trace.start(tmp_path / "a", 0, 1, trace.ring_source(None)) is first
         first.close()

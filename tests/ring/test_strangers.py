@@ -100,7 +100,7 @@ def test_another_secret_is_not_let_in(door, key):
     gate, cluster = door()
     with pytest.raises(wire.NoProofError):
         prove(cluster, key)
-    eventually(lambda: "not that of the secret" in gate.turned_away)
+    eventually(lambda: "does not match the secret" in gate.turned_away)
     prove(cluster).close()
 
 
@@ -194,7 +194,7 @@ def test_a_message_sent_back_is_not_the_others_proof(door):
         assert all_that_comes(two) == b""
 
 
-@pytest.mark.parametrize(("also_the_challenge", "why"), [(False, "not that of the secret"), (True, "no challenge")])
+@pytest.mark.parametrize(("also_the_challenge", "why"), [(False, "does not match the secret"), (True, "no challenge")])
 def test_a_proof_sent_back_to_its_maker_proves_nothing(also_the_challenge, why):
     """Replays a proof to its maker, by a listener that does not know the secret."""
     ours, theirs = socket.socketpair()
@@ -240,7 +240,7 @@ def test_a_hello_that_is_none(door, kind, changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"), [({"to": 1}, "takes itself for rank 0"), ({"job": "0" * 16}, "of another job")]
+    ("changes", "why"), [({"to": 1}, "says that it is rank 0"), ({"job": "0" * 16}, "of another job")]
 )
 def test_who_wants_somebody_else_is_refused(door, changes, why):
     gate, cluster = door()
@@ -403,7 +403,7 @@ def test_another_user_does_not_come_in(door):
         name.replace("\0", "@"),
     )
     assert process.communicate(timeout=30)[0].strip() == "b''" and process.returncode == 0
-    assert gate.turned_away == f"process {process.pid} of user 65534: of another user"
+    assert gate.turned_away == f"process {process.pid} of user 65534: it belongs to another user"
 
 
 def test_another_user_that_knocks_in_a_loop_keeps_nobody_busy(door):
@@ -469,14 +469,14 @@ def test_what_is_handed_over_is_looked_at(tmp_path):
     reader, writer = os.pipe()
     read_only = os.open(f"/proc/self/fd/{(of := memory_file())}", os.O_RDONLY)
     for fds, why in (
-        (handed(memory=os.open(precious, os.O_RDWR)), "no memory file"),
-        (handed(memory=memory_file(size=4096)), "another size"),
+        (handed(memory=os.open(precious, os.O_RDWR)), "not a memory file"),
+        (handed(memory=memory_file(size=4096)), "the wrong size"),
         (handed(memory=memory_file(seals=fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)), "not sealed"),
         (handed(memory=memory_file(seals=0)), "not sealed"),
-        (handed(memory=read_only), "not to be written"),
-        (handed(doorbell=os.open(precious, os.O_WRONLY)), "no pipe"),
-        (handed(doorbell=reader), "not the writing end"),
-        (handed(doorbell=os.open("/dev/null", os.O_WRONLY)), "no pipe"),
+        (handed(memory=read_only), "not open for reading and writing"),
+        (handed(doorbell=os.open(precious, os.O_WRONLY)), "not a pipe"),
+        (handed(doorbell=reader), "not the write end"),
+        (handed(doorbell=os.open("/dev/null", os.O_WRONLY)), "not a pipe"),
         (handed()[:1], "1 descriptors"),
         ([*handed(), writer], "3 descriptors"),
     ):
@@ -645,7 +645,7 @@ def test_two_processes_of_one_rank_are_named():
         group.start(3, claim_rank_1)
         outcomes = group.outcomes()
     assert all(kind == "RendezvousError" and seconds < 10 for kind, _, seconds in outcomes), outcomes
-    assert any("takes itself for rank 1" in told for _, told, _ in outcomes), outcomes
+    assert any("says that it is rank 1" in told for _, told, _ in outcomes), outcomes
 
 
 def test_the_same_address_twice_on_one_host_is_an_error_at_once():

@@ -21,7 +21,7 @@ def test_of_the_launcher():
     assert Roles.of(worker) == Roles(WORKERS, SERVERS, False, 1, "tfring launch")
     server = launch_variables.write_server(Cluster.from_hosts(SERVERS, 0, listen_fd=9), WORKERS)
     assert Roles.of(server) == Roles(WORKERS, SERVERS, True, 0, "tfring launch", 9)
-    with pytest.raises(ConfigurationError, match="server is no worker"):
+    with pytest.raises(ConfigurationError, match="not a worker"):
         launch_variables.read(server)
 
 

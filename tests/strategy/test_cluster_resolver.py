@@ -140,5 +140,5 @@ def test_another_cluster_after_the_strategy(tmp_path):
             assert said == [], (made, tf_config)
             continue
         [warning] = said
-        for part in ("RingStrategy() was made", "no source says anything", words):
+        for part in ("RingStrategy() was made", "no source describes a cluster", words):
             assert part in warning, (made, tf_config)

@@ -208,5 +208,5 @@ def test_rows_around_the_head():
     for index in (-1, 4):
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"index {index} is not from 0 to 3, the last row"):
             ops.gather_rows(flat[:2], flat[2:], array[:0], tf.constant([index], tf.int64))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="together as many elements"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="do not make up full rows"):
         ops.gather_rows(flat[:2], flat[3:], array[:0], tf.constant([0], tf.int64))

@@ -335,7 +335,7 @@ def ended(folder):
     with pytest.raises(tfring.errors.ConfigurationError, match="made outside of the scope"):
         alone.fit(x, y, verbose=0, callbacks=[tfring.callbacks.Backup(folder)])
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(OSError, match=r"no backup in .* is whole"):
+    with pytest.raises(OSError, match=r"no backup in .* is complete"):
         fit(4)
     return True
 
@@ -463,7 +463,7 @@ def test_a_piece_that_is_not_whole_or_not_there(tmp_path):
     before, earlier_state, _ = files.newest(folder)
     assert before < path
     (folder / earlier_state["pieces"][0]).unlink()
-    with pytest.raises(OSError, match=r"no backup in .*sharded' is whole. epoch-.*rank-1.npz.*rank-0.npz"):
+    with pytest.raises(OSError, match=r"no backup in .*sharded' is complete. epoch-.*rank-1.npz.*rank-0.npz"):
         files.newest(folder)
     results = workers(2).run(train_from_broken_pieces, str(tmp_path))
     for text in results:
@@ -641,7 +641,7 @@ def test_a_large_array_is_read_where_temporary_files_have_no_room(tmp_path):
     [
         (np.zeros(3), np.zeros(2).tobytes(), "0.npy is shorter than its array"),
         (np.zeros(3), np.zeros(4).tobytes(), "0.npy is longer than its array"),
-        (np.zeros(3, object), b"", "0.npy has objects"),
+        (np.zeros(3, object), b"", "0.npy contains objects"),
     ],
     ids=["shorter", "longer", "objects"],
 )
@@ -651,7 +651,7 @@ def test_an_array_that_is_not_what_its_header_says(tmp_path, array, octets, said
         with archive.open("0.npy", "w") as member:
             np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
             member.write(octets)
-    with pytest.raises(OSError, match=rf"no backup in .* is whole. epoch-00001-.*: {said}. Bring a whole one there"):
+    with pytest.raises(OSError, match=rf"no backup in .* is complete. epoch-00001-.*: {said}. Put a complete one"):
         load_files().newest(tmp_path)
 
 
@@ -671,7 +671,7 @@ model.fit(**arguments, verbose=0, callbacks=[backup, Stop()])
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 143 and "is saved" not in done.stderr, done.stderr
-    assert "could not be saved" in done.stderr and "the step under way has not ended in 0.5 s" in done.stderr
+    assert "could not be saved" in done.stderr and "the current step has not ended within 0.5 s" in done.stderr
     assert not list(tmp_path.glob("*.npz"))
 
 
@@ -693,7 +693,7 @@ while True:
             process.kill()
             said = [int(line) for line in process.stdout.read().split()]
         for path in tmp_path.glob("*.npz"):
-            assert zipfile.ZipFile(path).testzip() is None  # under its name a file is whole
+            assert zipfile.ZipFile(path).testzip() is None  # under its name a file is complete
         found = assert_whole(files.newest(tmp_path))
         assert found >= max(said, default=number + 1)
         number = found

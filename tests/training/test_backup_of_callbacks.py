@@ -112,7 +112,7 @@ def pathlib_path():
 
 def test_attributes_are_kept_or_warned_of():
     [said] = workers(1).run(keep)
-    assert [text.partition("not keep ")[2].split(":")[0] for text in said] == [
+    assert [text.partition("not save ")[2].split(":")[0] for text in said] == [
         "Keeps.objects, a list that holds a object",
         "Keeps.circle, a list that holds a list",
     ]

@@ -233,7 +233,7 @@ def test_a_condition_that_differs_between_replicas_is_told():
     env = {"TFRING_STALL_WARNING_SECONDS": "2"}
     for message in workers(2, env=env).run(where_a_condition_differs, None):
         assert "wait for each other in different rings, and neither computes" in message
-        assert "where a condition around an update (tf.cond) is of a replica's own value" in message
+        assert "if a condition around an update (tf.cond) depends on a replica's own value" in message
 
 
 def test_calls_and_batches_that_differ():
@@ -242,7 +242,7 @@ def test_calls_and_batches_that_differ():
     calls, fits, predicts = results[1]
     assert re.match(
         r"The ranks make different calls: `model\.evaluate` at test_calls\.py:\d+ on rank 0, `model\.fit` at "
-        r"test_calls\.py:\d+ on rank 1\. All ranks make the same calls in the same order",
+        r"test_calls\.py:\d+ on rank 1\. All ranks must make the same calls in the same order",
         calls,
     )
     for text, call in ((fits, "fit"), (predicts, "predict")):
@@ -254,7 +254,7 @@ def test_calls_and_batches_that_differ():
 def test_a_rank_that_left():
     told, _ = workers(2).run(message_of_a_rank_that_left, None)
     assert told.startswith("rank 1 left the ring") and "Rank 0 was in `model.evaluate` at test_calls.py:" in told
-    assert "All ranks make the same calls in the same order" in told
+    assert "All ranks must make the same calls in the same order" in told
 
 
 def _files(error):
@@ -288,7 +288,7 @@ def test_an_operation_that_fails_has_the_frames_of_the_program_and_where_it_was_
 def test_calls_at_two_places():
     of_0, of_1 = workers(2).run(message_of_calls_at_two_places, None)
     assert of_0.startswith("ranks disagree: ") and "Rank 0 was in `model.evaluate` at test_calls.py:" in of_0
-    assert "Rank 1 was in `model.fit` at test_calls.py:" in of_1 and of_1.count("All ranks make") == 1
+    assert "Rank 1 was in `model.fit` at test_calls.py:" in of_1 and of_1.count("All ranks must make") == 1
 
 
 @pytest.mark.parametrize("how", ["callback", "operation"])

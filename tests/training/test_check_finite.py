@@ -62,8 +62,8 @@ def test_the_first_variable_and_replica_are_named(logical_cpus):
     said = results[0]
     replica = 2 * logical_cpus - 1
     for name in ("one row", "eager", "accumulated"):
-        assert f"a/kernel was not finite on replica {replica} (rank 1) at step 1, first of all." in said[name], name
-    assert f"on replica {replica} (rank 1) at step 5, first of all." in said["traced before"]
+        assert f"a/kernel was not finite on replica {replica} (rank 1) at step 1, before any other." in said[name], name
+    assert f"on replica {replica} (rank 1) at step 5, before any other." in said["traced before"]
     assert f"table/embeddings was not finite on replica {replica} (rank 1) at step 1" in said["embedding"]
     assert f"a/kernel was not finite on replica {replica} (rank 1) at step 0" in said["found at the end of an epoch"]
     assert "not finite on replica 0 (rank 0)" in said["too large an update"]

@@ -283,7 +283,7 @@ def refusals():
 
 def test_rows_cut_by_hand_are_refused_by_name():
     for arrays, shard in workers(2).run(refusals):
-        assert "tfring cuts" in arrays and "x[rank::n]" in arrays
+        assert "tfring slices" in arrays and "x[rank::n]" in arrays
         assert "gives each its share" in shard and "dataset.shard" in shard
 
 
@@ -592,5 +592,5 @@ def test_random_maps_before_anything_train_each_row_once(n):
         seen = sorted(row for rows, _ in results for row in rows[name])
         assert seen == sorted([*range(ROWS)] * 2), name
     for _, (seeds, chosen) in results:
-        assert "is shuffled with another seed on another rank" in seeds
+        assert "is shuffled with different seeds on different ranks" in seeds
         assert "The ranks drew different batches" in chosen

@@ -314,7 +314,7 @@ def test_constants_beside_the_rows_stay_whole():
     for n, logical_cpus in ((2, 1), (2, 2)):
         for seen, message in workers(n, logical_cpus=logical_cpus).run(constants):
             assert set(seen) == {(7, 4)}
-            assert "The first component of a batch has other rows" in message
+            assert "The first component of a batch has a different number of rows" in message
 
 
 def random_batches():

@@ -745,10 +745,10 @@ def refuse(case):
 
 
 REFUSED = {
-    "every": "not a whole number of steps",
+    "every": "not a number of steps",
     "local_momentum": "not one of ('keep'",
     "tables": "not one of ('average', 'diversity')",
-    "outer": "not an optimizer of Keras",
+    "outer": "not a Keras optimizer",
     "outer around": "does not update by one averaged difference",
     "outer ema": "use_ema",
     "no Delayed": "not a tfring.Delayed",
@@ -761,10 +761,10 @@ REFUSED = {
     "synchronized": "a model with BatchNormalization",
     "ema": "use_ema=True",
     "accumulation": "gradient_accumulation_steps=2",
-    "loss scale": "an optimizer around others",
-    "Ftrl": "slots from which weights are computed again",
+    "loss scale": "other optimizers inside it",
+    "Ftrl": "slots from which weights are recomputed",
     "gather_for_loss": "gather_for_loss",
-    "own loop": "a loop of your own",
+    "own loop": "a custom training loop",
 }
 
 

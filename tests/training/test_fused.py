@@ -130,8 +130,8 @@ def refused():
 def test_a_gradient_of_another_shape_is_refused():
     [((shape, scalars, rows, scalars_of_rows, *ids), weight)] = workers(1).run(refused)
     assert "Adam got a gradient of 12 bytes for a weight of 8" in shape
-    assert "It takes four scalars" in scalars and "It takes four scalars" in scalars_of_rows
-    assert "Adam got rows of 8 bytes with 1 ids for a weight whose rows have 4" in rows
+    assert "It needs four scalars" in scalars and "It needs four scalars" in scalars_of_rows
+    assert "Adam got rows of 8 bytes with 1 ids for a weight with rows of 4 bytes" in rows
     for said in ids:
         assert "Adam got an id twice, or one that is not from 0 to 1, the last row" in said
     assert weight == [1.0, 2.0]

@@ -574,4 +574,4 @@ def test_callbacks_decide_once_for_all_ranks():
     results = workers(2).run(rate_of_one_rank)
     assert results[0][:3] == results[1][:3]
     assert results[0][2] == pytest.approx(0.001) and not results[0][3]
-    assert "rank 1" in results[1][3][0] and "on rank 0, which all ranks take" in results[1][3][0]
+    assert "rank 1" in results[1][3][0] and "on rank 0. All ranks now use that of rank 0." in results[1][3][0]

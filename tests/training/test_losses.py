@@ -191,7 +191,7 @@ def sums_of_gradients_to_an_optimizer(in_graph):
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_an_optimizer_refuses_what_is_summed_over_replicas(in_graph):
     for moved in workers(2).run(sums_of_gradients_to_an_optimizer, in_graph):
-        assert "both sum over replicas" in moved["as they are"]
+        assert "the optimizer sums over replicas as well" in moved["as they are"]
         for divided, of_tape in zip(moved["divided"], moved["of the tape"], strict=True):
             np.testing.assert_allclose(divided, of_tape)
         np.testing.assert_allclose(moved["of the tape"][0], [-5.0])

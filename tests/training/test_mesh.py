@@ -27,7 +27,7 @@ def test_every_rank_has_its_place():
         assert mesh.ranks("world", 0) == tuple(ranks)
 
 
-OTHER_SIZE, NO_NUMBER = "workers, and there are", "not a whole number, 1 or more"
+OTHER_SIZE, NO_NUMBER = "workers, but there are", "not an integer of at least 1"
 
 
 @pytest.mark.parametrize(("make", "problem", "given"), [

@@ -615,14 +615,14 @@ def test_what_is_refused(tmp_path):
         assert "a fixed number of rows" in errors["rows"]
         assert "BatchNormalization 'bn' computes statistics" in errors["normalization"]
         assert "`schedule` is 'zigzag'" in errors["schedule"] and "`num_microbatches` is 0" in errors["microbatches"]
-        assert "is in a Pipeline already" in errors["twice"]
+        assert "is already in a Pipeline" in errors["twice"]
         assert "reduction='mean_with_sample_weight'" in errors["loss"]
         assert "Lamb '" in errors["Lamb"] and "jit_compile=True" in errors["jit"]
         assert "need all: quantize(). Save the model" in errors["quantize"]
         assert "need all: another weight of Dense 'd4'. Save the model" in errors["LoRA"]
-        assert all("Dense 'd4', with such weights" in errors[f"{n} before"] for n in ("enable_lora", "quantize"))
+        assert all("Dense 'd4' has such weights" in errors[f"{n} before"] for n in ("enable_lora", "quantize"))
         assert "made outside" in errors["outside"]
-        assert "cuts a batch between rows" in errors["no rows"] and "shape=()" in errors["no rows"]
+        assert "slices a batch by rows" in errors["no rows"] and "shape=()" in errors["no rows"]
         for part, received in {"pipeline": "weight", "model": "weight", "optimizer": "slot"}.items():
             error = errors[f"checkpoint of {part}"]
             assert f"shard of a {received}" in error and "tfring.save(model, path)" in error

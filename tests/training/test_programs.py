@@ -490,7 +490,7 @@ def test_fixed_batch_shapes_are_of_the_whole_batch():
     for said in workers(2).run(stateful, 12):
         assert len(said) == 2
         for message in said:
-            assert "A batch has 24 rows, and the model the fixed batch shape 12" in message
+            assert "A batch has 24 rows, but the model has the fixed batch shape 12" in message
 
 
 def fit_fewer_rows_than_a_batch():

@@ -288,5 +288,5 @@ def test_damage_is_found_where_it_is_read(tmp_path):
         ops.index_records(path)
     with pytest.raises(tf.errors.NotFoundError):
         ops.index_records(f"{path}.missing")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="by its number"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="number of a file that does not exist"):
         ops.read_records([path], sizes, [[1, 0, 5]])

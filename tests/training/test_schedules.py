@@ -42,11 +42,11 @@ def test_a_saved_model_has_its_schedule(base, tmp_path):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Scaled(0.1, 0), "`world_size` is 0, not a whole number, 1 or more"),
+        (lambda: Scaled(0.1, 0), "`world_size` is 0, not an integer of at least 1"),
         (lambda: Scaled(0.1, 2, "cubic"), "`rule` is 'cubic', not one of"),
         (lambda: Scaled(-0.1, 2), "`base` is -0.1, not a number above 0"),
-        (lambda: Scaled(0.1, 2, warmup_steps=-1), "`warmup_steps` is -1, not a whole number, 0 or more"),
-        (lambda: WarmUp(0), "`warmup_steps` is 0, not a whole number, 1 or more"),
+        (lambda: Scaled(0.1, 2, warmup_steps=-1), "`warmup_steps` is -1, not an integer of at least 0"),
+        (lambda: WarmUp(0), "`warmup_steps` is 0, not an integer of at least 1"),
         (lambda: WarmUp(3, start=1.5), "`start` is 1.5, not a number from 0 to 1"),
     ],
 )

@@ -194,7 +194,7 @@ def made_outside():
     with ring.scope():
         model = functional()
         model.compile(made, "mse")
-        with pytest.raises(ConfigurationError, match=r"Adam 'adam\w*' was .* built outside.* Make it inside"):
+        with pytest.raises(ConfigurationError, match=r"Adam 'adam\w*' was .* built there.* Make it inside"):
             model.compile(built, "mse")
         model.compile(made, "mse")
     model.fit(x, y, verbose=0)
@@ -337,4 +337,4 @@ def of_another_strategy(by_keras, method):
 )
 def test_a_model_of_another_strategy(by_keras, name, method):
     for _, (said,) in workers(2).run(of_another_strategy, by_keras, method):
-        assert f"is of a {name}: it trains alone on each of 2 workers" in said
+        assert f"belongs to a {name}: it trains alone on each of 2 workers" in said

@@ -692,7 +692,7 @@ def train_other_rows_or_serve(kind):
 
 
 @pytest.mark.parametrize(("kind", "says"), [
-    ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers draw the same batches"),
+    ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers must draw the same batches"),
     ("order", "A dataset with deterministic=False in `map` or `batch`"),
 ])  # fmt: skip
 def test_data_that_differ_by_worker_are_refused(kind, says):
@@ -762,7 +762,7 @@ def test_checks_of_workers_that_go_on_by_themselves():
     results = run(2, 1, check_workers_that_go_on_by_themselves, update="async")
     for rank, (differ, in_a_step, finite) in enumerate(results):
         assert 'Variables: ["sequential/only/bias"]; replicas: [1]' in differ, differ
-        assert "was called in a step, where workers of asynchronous updates hold other weights" in in_a_step, in_a_step
+        assert "called in a step, where workers of asynchronous updates hold different weights" in in_a_step, in_a_step
         assert f"replica {rank} (rank {rank})" in finite and "one that names an earlier step" in finite, finite
 
 
@@ -862,7 +862,7 @@ def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"snapshot_dir": "/tmp"}, '`snapshot_dir` does not go with update="sync"'),
+    ({"snapshot_dir": "/tmp"}, '`snapshot_dir` cannot be used with update="sync"'),
     ({"update": "async", "snapshot_dir": "/tmp", "snapshot_seconds": 0}, "`snapshot_seconds` is 0, not a"),
     ({"replicas": 3}, "`replicas` is 3, not 1 or 2"),
     ({"replicas": True}, "`replicas` is True, not 1 or 2"),

@@ -255,12 +255,12 @@ def astray():
 def test_parts_that_go_astray():
     (errors, losses), (_, others) = workers(2).run(astray)
     received = [
-        "parts of 'dense.*' that go to Dense 'last'",
-        "parts of 'dense.*' that go to LayerNormalization 'norm'",
-        "parts of 'dense.*' among the outputs of model 'sequential",
-        "whole inputs of 'rows' with input_is_parallel=True",
-        "whole inputs of 'again' with input_is_parallel=True",
-        "parts of 'dense.*' that go to Dense 'behind'",
+        "parts of 'dense.*' go to Dense 'last'",
+        "parts of 'dense.*' go to LayerNormalization 'norm'",
+        "parts of 'dense.*' are among the outputs of model 'sequential",
+        "'rows' with input_is_parallel=True gets full inputs",
+        "'again' with input_is_parallel=True gets full inputs",
+        "parts of 'dense.*' go to Dense 'behind'",
     ]
     for error, words in zip(errors, received, strict=True):
         assert re.search(f"has no partner: {words}", error), error

@@ -666,7 +666,7 @@ def refused(folder):
         larger = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY + 1, DIM)])
         smaller = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY, DIM)])
     tfring.save(larger, f"{folder}/larger.weights.h5")
-    message = rf"a table of shape \({VOCABULARY + 1}, {DIM}\), and .* of shape \({VOCABULARY}, {DIM}\)"
+    message = rf"a table of shape \({VOCABULARY + 1}, {DIM}\), but .* of shape \({VOCABULARY}, {DIM}\)"
     with pytest.raises(ValueError, match=message):
         smaller.load_weights(f"{folder}/larger.weights.h5")
 

@@ -246,10 +246,10 @@ def test_all_tables_of_a_step_are_one_operation():
     [
         ({"reduction": "all"}, "`reduction` is 'all', not auto, gather or owner"),
         ({"dense": "maybe"}, '`dense` is \'maybe\', not "auto", "never" or "always"'),
-        ({"batch_size": 0}, "`batch_size` is 0, not a whole number, 1 or more, or None"),
-        ({"batch_size": 2.5}, "`batch_size` is 2.5, not a whole number, 1 or more, or None"),
-        ({"ids_per_example": 0}, "`ids_per_example` is 0, not a whole number, 1 or more"),
-        ({"ids_per_example": None}, "`ids_per_example` is None, not a whole number, 1 or more"),
+        ({"batch_size": 0}, "`batch_size` is 0, not an integer of at least 1, or None"),
+        ({"batch_size": 2.5}, "`batch_size` is 2.5, not an integer of at least 1, or None"),
+        ({"ids_per_example": 0}, "`ids_per_example` is 0, not an integer of at least 1"),
+        ({"ids_per_example": None}, "`ids_per_example` is None, not an integer of at least 1"),
     ],
     ids=str,
 )

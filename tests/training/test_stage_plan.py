@@ -87,7 +87,7 @@ def test_memory_moves_a_cut():
     # Stage 1 holds the activations of two microbatches, stage 2 those of one and what comes in.
     assert [stage.bytes_a_worker for stage in plan_stages(layers, 2).stages] == [3 * 20, 3 * 15 + 2]
     assert plan_stages(layers, 2, memory_bytes=60).begins == ["d"]
-    with pytest.raises(ConfigurationError, match=r"memory_bytes=59; the plan that takes least is\nstage") as raised:
+    with pytest.raises(ConfigurationError, match=r"memory_bytes=59; the plan that needs least is\nstage") as raised:
         plan_stages(layers, 2, memory_bytes=59)
     assert "a to c" in str(raised.value) and "recompute=True" in str(raised.value)
     heavy = [LayerCost("table", 0.1, 100), *layers]
@@ -97,11 +97,11 @@ def test_memory_moves_a_cut():
 
 def test_what_is_refused():
     layers = [LayerCost("a", 1.0), LayerCost("b", 1.0, may_begin=False), LayerCost("c", 1.0)]
-    with pytest.raises(ConfigurationError, match=r"`num_stages` is 3, and only 1 layers may begin .*: 'c'"):
+    with pytest.raises(ConfigurationError, match=r"`num_stages` is 3, but only 1 layers may begin .*: 'c'"):
         plan_stages(layers, 3)
-    with pytest.raises(ConfigurationError, match=r"`num_stages` is 1, and only 0 layers .*: none"):
+    with pytest.raises(ConfigurationError, match=r"`num_stages` is 1, but only 0 layers .*: none"):
         plan_stages([], 1)
     with pytest.raises(ConfigurationError, match="`num_stages` is 0"):
         plan_stages(layers, 0)
-    with pytest.raises(ConfigurationError, match=r"`slack` is -0\.1, not a share of"):
+    with pytest.raises(ConfigurationError, match=r"`slack` is -0\.1, not a number of at least 0"):
         plan_stages(layers, 2, slack=-0.1)

@@ -438,7 +438,7 @@ def test_xla_compiles_what_lies_between_collectives(tmp_path):
     assert set(compiled) == {"train", "test", "predict"}
     assert all(each["operations"] / 2 < each["by_xla"] <= each["operations"] for each in compiled.values())
     assert any("AllReduce" in name for name in compiled["train"]["others"])
-    assert any("operations in clusters; it has none for" in line for line in document["findings"])
+    assert any("operations in clusters; it has no kernel for" in line for line in document["findings"])
 
 
 # -- the debug switch --------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_wide_and_whole_tables():
     without = plan_tables(tables, 3, kinds=("rows", "whole"))
     assert without.kinds == {**dict.fromkeys(tables, "whole"), "wide": "rows"}
     for kinds in (("replicated", "whole"), ("rows", "hash")):
-        with pytest.raises(ConfigurationError, match=r"`kinds` are \('r.* with \"rows\" for what is none"):
+        with pytest.raises(ConfigurationError, match=r"`kinds` are \('r.* that include \"rows\", the kind"):
             plan_tables(tables, 3, kinds=kinds)
 
 

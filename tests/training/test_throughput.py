@@ -75,7 +75,7 @@ def test_throughput_at_the_door():
     from tfring.callbacks import Throughput
 
     for wrong in (0, 2.0, True, "8"):
-        with pytest.raises(ValueError, match=r"`batch_size` is .*, not a whole number, 1 or more, or None"):
+        with pytest.raises(ValueError, match=r"`batch_size` is .*, not an integer of at least 1, or None"):
             Throughput(wrong)
     callback = Throughput()
     with pytest.raises(ValueError, match="The model has no optimizer"):
@@ -113,7 +113,7 @@ def test_a_callback_of_rank_0_alone():
     assert workers(2).run(batches_that_callbacks_saw) == [(1, 16, 2), (0, 0, 2)]
     with pytest.raises(TypeError, match="`callback` is 3, not a Keras callback"):
         chief_only(3)
-    with pytest.raises(TypeError, match="which is no Keras callback"):
+    with pytest.raises(TypeError, match="which is not a Keras callback"):
         chief_only(dict)
 
 
@@ -174,8 +174,8 @@ def test_layers_that_compute_what_one_process_does_not_are_named_once():
     lines, others = workers(2).run(lines_of_layers, "keras", {})
     assert others == [] and lines == [
         "tfring: BatchNormalization 'normalize' normalizes each worker's own rows, and RandomFlip 'flip' (and 1 more) "
-        "draws other numbers than in one process. For the result of one process: tfring.SyncBatchNormalization and "
-        'RingStrategy(random="global").'
+        "draws different random numbers than in one process. To get the result of one process, use "
+        'tfring.SyncBatchNormalization and RingStrategy(random="global").'
     ]
     assert workers(2).run(lines_of_layers, "tfring", {"random": "global"}) == [[], []]
 
@@ -205,4 +205,4 @@ def test_what_differs_on_a_rank_before_training_is_told():
         begin = f"The ranks make different models: this rank makes kernel of shape (4, {3 + rank})."
         assert other.startswith(begin), other
     [warned] = [text for text in of_1[1] if "learning rate" in text]
-    assert "The learning rate of SGD 'sgd' is 1.0 on rank 1 and 0.5 on rank 0, which all ranks take." in warned
+    assert "The learning rate of SGD 'sgd' is 1.0 on rank 1 and 0.5 on rank 0. All ranks now use that of" in warned

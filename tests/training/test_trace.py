@@ -155,7 +155,7 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     first, second = (document["steps"]["train"]["ranks"][rank] for rank in "01")
     assert second["input"] > 30 and second["input"] > 2 * first["input"]
     assert first["waits_for"]["1"] > 20 and first["waiting"] > 2 * second["waiting"]
-    assert document["findings"][0].startswith("train: rank 1 is what the others wait for, ")
+    assert document["findings"][0].startswith("train: the others wait for rank 1, ")
     assert "its input takes" in document["findings"][0]
     assert cli.main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -164,11 +164,11 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     # First what the run did and what to look at, then tables.
     did, communication, slow, advice = document["summary"]
     steps = first["count"] + first["built"]
-    assert re.fullmatch(rf"The run trained for {steps} steps, [\d.]+ a second, so [\d.]+ s without the .*", did)
-    exposed = r"Exposed communication \(beside which nothing is computed\) takes \d+ % of a step: \d+ % is waiting "
+    assert re.fullmatch(rf"The run trained for {steps} steps, [\d.]+ per second, so [\d.]+ s not counting the .*", did)
+    exposed = r"Exposed communication \(not overlapped by computation\) takes \d+ % of a step: \d+ % is waiting "
     assert re.match(rf"{exposed}for other ranks", communication)
     assert re.fullmatch(r"Rank 1 is slow, by [\d.]+ ms a step, and the others wait for it\.", slow)
-    assert advice == "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md)."
+    assert advice == "Its input is slow: look at the files that it reads and their preprocessing (docs/data.md)."
     _, summary, table, *_ = out.split("\n\n")
     assert " ".join(summary.split()) == " ".join(document["summary"]) and table.startswith("train: mean ")
 
@@ -203,8 +203,8 @@ def of_ranks(*changes, servers=0, kind="train"):
             ["takes 30 % of a step: 0 % is waiting for other ranks", "Measure the network"],
         ),
         (of_ranks({"server": 30}, {"server": 30}, servers=1), ["requests to the servers below"]),
-        (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and none waits for it."]),
-        (of_ranks({"Python": 90}), ["60 steps, 10 a second, so 6 s", "Most of a step is Python"]),
+        (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and no rank waits for it."]),
+        (of_ranks({"Python": 90}), ["60 steps, 10 per second, so 6 s", "Most of a step is Python"]),
         (of_ranks({}, {}, kind="predict"), ["The run predicted for 60 steps"]),
     ],
 )
@@ -218,7 +218,7 @@ def test_what_a_run_did_and_what_to_look_at(document, says):
 def test_a_run_without_steps():
     row = {"collectives": 7, "seconds_in_collectives": 1.5, "seconds_waited_for": {"1": 0.5}}
     [told] = sentences.of({"steps": {}, "whole_run": {"0": row}, "num_servers": 0})
-    assert "but 7 collectives. They took 1.5 s on the slowest rank; at most 0.5 s" in told
+    assert "but 7 collectives. They took 1.5 s on the slowest rank; a rank waited for others for at most 0.5 s" in told
 
 
 def many_steps(folder):
@@ -264,9 +264,9 @@ def test_folders_that_make_no_report(run, tmp_path, capsys):
     (tmp_path / "rank-0.jsonl").write_text("\n".join(lines[:-3]) + '\n{"type": "ca')
     assert "Cut short: rank 0 has not ended by itself" in said(0)
     (tmp_path / "rank-0.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]))
-    assert "rank-0.jsonl, line 2, is no JSON" in said(1)
+    assert "rank-0.jsonl, line 2, is not JSON" in said(1)
     (tmp_path / "rank-0.jsonl").write_text('{"type": "other"}\n')
-    assert "is no trace that this version of tfring reads" in said(1)
+    assert "is not a trace that this version of tfring reads" in said(1)
 
 
 @pytest.mark.parametrize("beside", [50, 49])

@@ -19,7 +19,8 @@ _installed = False
 def install() -> None:
     """Installs the seams, once per process. The first RingStrategy or ShardedEmbedding calls it.
 
-    Warns if Keras is newer than tested. `seam.restore()` removes the seams again.
+    Warns if Keras is newer than tested, or has changed the parameters of a function that is replaced.
+    `seam.restore()` removes the seams again.
 
     Raises:
       ConfigurationError: If Keras is too old, runs on another backend, or was changed by another library. Keras is
@@ -36,7 +37,7 @@ def install() -> None:
     check_keras(keras.__version__)
     if keras.backend.backend() != "tensorflow":
         raise ConfigurationError(
-            f"Keras runs on the backend {keras.backend.backend()!r}, and tfring trains on TensorFlow. Set "
+            f"Keras runs on the backend {keras.backend.backend()!r}, but tfring needs TensorFlow. Set "
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
     from tfring._keras import (
@@ -91,7 +92,7 @@ def install() -> None:
     if changed:
         warnings.warn(
             f"Keras {keras.__version__} has changed the parameters of functions that tfring replaces: "
-            f"{', '.join(changed)}. Compare a first run with one process, and report it.",
+            f"{', '.join(changed)}. Compare a first run with a run of one process, and report this.",
             stacklevel=3,
         )
 

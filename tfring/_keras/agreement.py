@@ -31,17 +31,17 @@ _WHOLE_BYTES = 4 << 30  # of a larger array only this number of bytes is compare
 _BLOCK_BYTES = 4096
 
 _DATA = (
-    "Each rank trains on its share of one and the same data.",
-    "Hand all rows to every rank, for tfring cuts them (no `x[rank::n]`). Where they are drawn, make them the same: "
-    "call `keras.utils.set_random_seed(1)` before random numbers are drawn, "
-    "give `train_test_split` a `random_state`, or read the data from a file. A dataset of a rank's own rows has "
-    "AutoShardPolicy.OFF. (docs/data.md)",
+    "All ranks must pass the same data; each trains on its share.",
+    "Pass all rows on every rank: tfring slices them (no `x[rank::n]`). If they are drawn at random, make them the "
+    "same: call `keras.utils.set_random_seed(1)` before random numbers are drawn, give `train_test_split` a "
+    "`random_state`, or read the data from a file. For a dataset of a rank's own rows, set AutoShardPolicy.OFF. "
+    "(docs/data.md)",
 )
 _PROGRAM = (
-    "All ranks train one model in one way.",
-    "Give every rank the same arguments, draw random numbers after `keras.utils.set_random_seed(1)`, and sort what "
-    "comes from a set, `sorted(set(...))`: Python orders it otherwise in each process, unless all have one "
-    "PYTHONHASHSEED, as `tfring launch` gives them. (docs/data.md)",
+    "All ranks must train the same model in the same way.",
+    "Pass the same arguments on every rank, draw random numbers after `keras.utils.set_random_seed(1)`, and sort the "
+    "elements of sets, `sorted(set(...))`: their order differs between processes, unless all have the same "
+    "PYTHONHASHSEED, which `tfring launch` sets. (docs/data.md)",
 )
 
 
@@ -200,7 +200,7 @@ def _compared_slices(array: tf.Tensor) -> list[str]:
     """Returns the same as `_compared`; strings are compared as in `fingerprint`: paths by their last two names."""
     if array.dtype != tf.string:
         return _compared(array)
-    text = f"texts of shape {tuple(array.shape)}"
+    text = f"strings of shape {tuple(array.shape)}"
     return [text, f"{text} {int(fingerprint.of_batch(array))}"]
 
 

@@ -28,6 +28,9 @@ def replace_files(path: pathlib.Path) -> Iterator[str]:
 def replace_folder(path: pathlib.Path, is_chief: bool) -> Iterator[str]:
     """Yields a path beside this one. On exit the folder written there is moved to the path as a whole.
 
+    If the folder at the path has entries that the new one lacks, rank 0 moves its files there one by one instead, and
+    the other ranks move none.
+
     The folders of ranks differ inside, although they load as the same model. Rank 0's folder therefore remains, and
     another rank replaces only a folder that it placed itself or that is older than this process. At its own path the
     rank thus finds its own folder. At a shared path it does not disturb rank 0, which may read at once.

@@ -125,7 +125,7 @@ class RingLayer(TFLayer):
 
 
 class ScopedOptimizer(TFOptimizer):
-    """Turns an optimizer of the scope or of sharded tables into a RingOptimizer; rejects one made outside."""
+    """Turns optimizers of the scope or of sharded tables into RingOptimizers; rejects others for a scope's weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # When Keras reads or writes a file, it makes a plain Optimizer to see which attributes optimizers have. Its

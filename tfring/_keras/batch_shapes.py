@@ -29,8 +29,8 @@ def check(model: Any, batch_size: int | None) -> None:
     if not given or batch_size is None or given == {batch_size}:
         return
     raise ValueError(
-        f"A batch has {batch_size} rows, and the model the fixed batch shape {', '.join(map(str, sorted(given)))}. "
-        "Make the model with `keras.Input(batch_shape=(batch_size, ...))`, and let every batch have `batch_size` rows."
+        f"A batch has {batch_size} rows, but the model has the fixed batch shape {', '.join(map(str, sorted(given)))}. "
+        "Make the model with `keras.Input(batch_shape=(batch_size, ...))`, and make every batch `batch_size` rows long."
     )
 
 

@@ -102,10 +102,10 @@ def _save_model(callback: Any, original: Callable[..., Any], epoch: int, batch: 
 def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
     """Returns the callbacks that this rank runs: those that only write files run on rank 0."""
     sharded = "shard_optimizer=True" if ring.shard_optimizer else ""
-    sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
+    sharded = sharded or next((f"sharded {v.path!r}" for v in model.variables if sharding_of(v) is not None), "")
     if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
-            f"BackupAndRestore saves and restores on rank 0 alone, and {sharded} gives each rank a shard. Use "
+            f"BackupAndRestore saves and restores on rank 0 only, but with {sharded} each rank has a shard. Use "
             "tfring.callbacks.Backup."
         )
     backup = keras.callbacks.BackupAndRestore
@@ -244,7 +244,7 @@ def _is_own(callback: Any, *methods: str) -> bool:
 
 
 def _watches_begin(callback: Any, kind: str) -> bool:
-    """Returns True if a callback does something before each batch; Keras' own only count batches."""
+    """Returns True if a callback does something before each batch; Keras' TensorBoard only counts and profiles."""
     if type(callback) is keras.callbacks.TensorBoard:
         return False
     return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
@@ -265,8 +265,9 @@ def _reads_logs(callback: Any, kind: str) -> bool:
 class Agreement(keras.callbacks.Callback):
     """Runs after the user's callbacks, and tells all ranks what one rank decides.
 
-    It also ensures that a file that rank 0 wrote in a callback is complete before any rank continues. Without user
-    callbacks it sends nothing: the loop itself agrees on its end (`loop.py`).
+    It also ensures that a file that rank 0 wrote in a callback at the end of an epoch or of training is complete before
+    any rank continues. Without user callbacks it only sends learning rates, once, if they differ between ranks: the
+    loop itself agrees on its end (`loop.py`).
 
     Args:
       ring: The workers.
@@ -343,8 +344,9 @@ class Agreement(keras.callbacks.Callback):
             if own != rate:
                 warnings.warn(
                     f"The learning rate of {type(optimizer).__name__} {optimizer.name!r} is {own} on rank "
-                    f"{self._ring.cluster.rank} and {rate} on rank 0, which all ranks take. Set it alike on all ranks; "
-                    "in a callback, decide by what is equal there: logs, the epoch, a seeded random number.",
+                    f"{self._ring.cluster.rank} and {rate} on rank 0. All ranks now use that of rank 0. Set the same "
+                    "rate on all ranks; in a callback, compute it from what all ranks share: logs, the epoch, a seeded "
+                    "random number.",
                     stacklevel=2,
                 )
                 optimizer.learning_rate = rate

@@ -16,8 +16,8 @@ from tfring.runtime import Ring
 
 CALL = "the call"  # its name among the items that ranks compare
 _RULE = (
-    "All ranks make the same calls in the same order, none of them under `if rank == 0:`, and end together; what is to "
-    "be printed or written once: docs/scripts.md."
+    "All ranks must make the same calls in the same order, none of them under `if rank == 0:`, and end together. To "
+    "print or write something once, see docs/scripts.md."
 )
 _OF_DATA = (Reason.OTHER_BATCHES, Reason.ENDED_EARLY)
 _OF_CALLS = (Reason.CALLS_DIFFER, Reason.OTHER_LENGTHS, *_OF_DATA)  # their errors do not name the call

@@ -72,7 +72,7 @@ def of_model(model: Any) -> dict:
     for number, variable in enumerate(model.variables):
         name = re.sub(r"^variable_\d+$", "variable", variable.name)
         is_sharded = sharding_of(variable) is not None
-        shape = "of which a rank holds a part" if is_sharded else f"of shape {tuple(variable.shape)}"
+        shape = "of which each rank holds a shard" if is_sharded else f"of shape {tuple(variable.shape)}"
         text = f"{variable.path!r} {shape}, {variable.dtype}, {'' if variable.trainable else 'not '}trainable"
         items[f"weight {number}"] = [text, json.dumps([name, shape, str(variable.dtype), bool(variable.trainable)])]
     return items
@@ -162,14 +162,11 @@ def _calls(layer: Any, names: _Names) -> Iterator[tuple[str, list]]:
         calls = [node for i, node in enumerate(op._inbound_nodes) if f"{id(op)}_ib-{i}" in own]
         yield names[op], [origins(node.arguments.keras_tensors) for node in calls]
     yield f"{names[layer]} itself", origins(layer.inputs)
-    yield f"what {names[layer]} returns", origins(layer.outputs)
+    yield f"result of {names[layer]}", origins(layer.outputs)
 
 
 def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields `(name, value)` of a layer: the configuration of a Keras layer, and attributes that hold strings.
-
-    Such attributes are lists or dicts.
-    """
+    """Yields `(name, value)` of a layer: a Keras layer's configuration; lists and dicts of strings that others hold."""
     import keras
 
     if type(layer).__module__.startswith("keras.") and not isinstance(layer, (keras.Model, keras.layers.Lambda)):

@@ -25,7 +25,7 @@ from tfring.runtime import Ring
 from tfring.step import graphs
 
 _log = logging.getLogger("tfring")
-_logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the texts that each strategy has logged
+_logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each ring, the texts logged so far
 
 
 class OfWholeBatch(Exception):
@@ -77,13 +77,13 @@ def of_own_rules(ring: Ring, model: Any) -> str:
     said, cures = [], []
     for found, does, cure in (
         (normalize, "normalizes each worker's own rows", "tfring.SyncBatchNormalization"),
-        (draw, "draws other numbers than in one process", 'RingStrategy(random="global")'),
+        (draw, "draws different random numbers than in one process", 'RingStrategy(random="global")'),
     ):
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             said.append(f"{type(found[0]).__name__} {found[0].name!r}{more} {does}")
             cures.append(cure)
-    return f"{', and '.join(said)}. For the result of one process: {' and '.join(cures)}." if said else ""
+    return f"{', and '.join(said)}. To get the result of one process, use {' and '.join(cures)}." if said else ""
 
 
 def _draws(layer: Any) -> bool:
@@ -126,7 +126,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
         if not analysis.findings:
             made = []
             if step == "predict_step" and analysis.writes_parts:
-                raise OfWholeBatch("It writes to the model's state, from its rows.")
+                raise OfWholeBatch("It writes values computed from its rows to the model's state.")
             if analysis.edits:
                 made = partition.apply_edits(analysis, _Exchange(ring, rows() if callable(rows) else rows))
     except OfWholeBatch:
@@ -197,7 +197,7 @@ _LIBRARIES = ("keras", "keras_rs", "tensorflow")
 
 
 def is_own_statistic(variable: Any) -> bool:
-    """Returns True for moving statistics of layers that each replica normalizes by itself; see `declared_layers`."""
+    """Returns True for moving statistics of a layer that normalizes each replica's own rows; see `declared_layers`."""
     return getattr(variable, "_tfring_own_statistic", False)
 
 

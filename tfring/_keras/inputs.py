@@ -63,9 +63,9 @@ def shuffling_by(seed: int | None) -> AbstractContextManager:
 
 
 def dataset_of(adapter: Any, ring: Ring) -> Any:
-    """Returns the dataset of Keras' data adapter; for arrays on several workers, `ArrayBatches`.
+    """Returns the dataset of Keras' data adapter; for arrays of several replicas, `ArrayBatches`, or its `full`.
 
-    Arrays are in Keras' order, or inside `shuffling_by` in the order of its seed.
+    Arrays are in Keras' order, or inside `shuffling_by` in the order of its seed. A ring with an updater gets `full`.
     """
     seed = getattr(_local, "seed", None)
     # A worker of asynchronous servers is alone in its steps, but not in its order of rows.
@@ -77,7 +77,7 @@ def dataset_of(adapter: Any, ring: Ring) -> Any:
 
 
 def agreed_order(dataset: Any, ring: Ring) -> Any:
-    """Returns a PyDataset of another's batches, in an order that rank 0 draws as Keras does, each epoch."""
+    """Returns a PyDataset of another's batches, in an order that rank 0 draws each epoch, as Keras does."""
     class AgreedOrder(py_dataset_adapter.PyDataset):
         def __init__(self) -> None:
             super().__init__(
@@ -180,7 +180,7 @@ class _Order:
         return indices.reshape(batches, self.batch_size)
 
     def drawn(self) -> tf.data.Dataset:
-        """Returns the dataset of the rows of each batch. It draws another order for each iterator."""
+        """Returns the dataset of the rows of each batch. With `by_row` and `seed` each iterator has another order."""
         order: Any = _in_order
         if self.by_row:
             is_own = self.seed is not None

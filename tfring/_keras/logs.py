@@ -8,8 +8,8 @@
 | a value for each row | the values of all rows, in order |
 | anything else, such as strings and unknown shapes | as in one process; in a step of own rows, this worker's value |
 
-Sums of states and the numbers of each replica are sent in one collective per dtype, with the state that the step wrote;
-results that are formulas, such as AUC and F1, in one more.
+Sums of states and the numbers of each replica are sent in one collective per dtype, with the state that the step wrote
+or, if they depend on it, after it; results that are formulas, such as AUC and F1, in one more.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Logs:
         return [(v, value) for v, value in state if value is not None]
 
     def _same_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
-        """Returns rank 0's values of results that are formulas: TensorFlow orders a graph's operations on each rank."""
+        """Returns rank 0's values of results that are formulas: ranks may order a graph's operations differently."""
         inputs = {id(total) for _, total in state}
         formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
         if not formulas:
@@ -277,7 +277,7 @@ def _common_or_mean(each: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def _sent_as(dtype: tf.DType) -> tf.DType:
-    """Returns a dtype that can be sent to workers and holds every value of `dtype` (of int64, those up to 2^53)."""
+    """Returns a dtype that workers can exchange and that holds every value of `dtype` (of int64, those up to 2^53)."""
     if dtype in (tf.float32, tf.float64):
         return dtype
     return tf.float32 if dtype.is_floating else tf.float64
@@ -329,7 +329,7 @@ def _may_be_rows(value: Any) -> bool:
 
 
 def _counted(value: Any) -> Any:
-    """Returns a value for each row, without the padding row, which does not count."""
+    """Returns values of rows without the padding row, which does not count; any other value as it is."""
     running = step.of_own_rows()
     return running.drop_if_empty(value) if running is not None and _may_be_rows(value) else value
 

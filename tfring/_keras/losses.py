@@ -46,11 +46,11 @@ def install() -> None:
         if running is None or reduction in (None, "none"):
             return loss
         if mask is not None and reduction in ("mean", "sum_over_batch_size"):
-            running.refuse_in_parts("a mean by the unmasked elements of a batch")
+            running.refuse_in_parts("A mean over the unmasked elements of a batch")
         if not len(tf.convert_to_tensor(values).shape):
             return loss
         if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-            running.refuse_in_parts("a mean by the sample weights of a batch")
+            running.refuse_in_parts("A mean weighted by the sample weights of a batch")
         if tuple(loss.shape) == (0,):
             # In eager mode Keras leaves the losses of a replica without rows unreduced: an empty vector.
             return tf.reduce_sum(loss)

@@ -29,7 +29,7 @@ def check_parallel_pairs(model: Any) -> None:
         return
     for source in _through_graph(graph, [None] * len(graph.inputs)):
         if source is not None and source is not _UNKNOWN:
-            raise _unpaired(f"parts of {source.name!r} among the outputs of model {model.name!r}")
+            raise _unpaired(f"parts of {source.name!r} are among the outputs of model {model.name!r}")
 
 
 def _in_parts(layer: Any) -> bool:
@@ -61,12 +61,12 @@ def _through(operation: Any, sources: Sequence) -> Any:
         return found[0] if len({id(source) for source in found}) == 1 else _UNKNOWN
     if getattr(operation, "takes_parts", False):
         if None in sources:
-            raise _unpaired(f"whole inputs of {operation.name!r} with input_is_parallel=True")
+            raise _unpaired(f"{operation.name!r} with input_is_parallel=True gets full inputs")
         return None
     part = next((source for source in sources if source is not None and source is not _UNKNOWN), None)
     if isinstance(operation, keras.layers.Layer):
         if part is not None and operation.weights:
-            raise _unpaired(f"parts of {part.name!r} that go to {type(operation).__name__} {operation.name!r}")
+            raise _unpaired(f"parts of {part.name!r} go to {type(operation).__name__} {operation.name!r}")
         if getattr(operation, "leaves_parts", False):
             return operation
         if any(map(_in_parts, all_layers(operation))):
@@ -76,7 +76,7 @@ def _through(operation: Any, sources: Sequence) -> Any:
 
 def _unpaired(received: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A ShardedDense has no partner: {received}. The outputs of one with gather_output=False go to one with "
-        "input_is_parallel=True, and only element-wise layers without weights stand between. Leave out "
+        f"A ShardedDense has no partner: {received}. The outputs of a layer with gather_output=False must go to a "
+        "layer with input_is_parallel=True, with only element-wise layers without weights in between. Leave out "
         "gather_output=False and input_is_parallel=True, or use them on two layers, one after the other."
     )

@@ -28,11 +28,11 @@ from tfring.setting import setting
 from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
-_under_way: list[PredictFunction] = []  # for loops of `predict` on several workers, innermost last
+_under_way: list[PredictFunction] = []  # running loops of `predict`, innermost last
 
 
 def as_drawn_from(iterator: Any, dataset: Any) -> Any:
-    """Returns the iterator of a step; in a `predict` on several workers, one that draws as waiting outputs require.
+    """Returns the iterator of a step; in `predict`, one that draws as waiting outputs require.
 
     Args:
       iterator: The iterator of a distributed dataset.
@@ -323,7 +323,7 @@ class PredictFunction:
         if self._way is Way.WHOLE:
             parts = tuple(whole.batch(self._ring, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._ring), tf.int64)))
-        if constants is not None:  # static numbers of rows are forgotten, so static dimensions of outputs are others
+        if constants is not None:  # static numbers of rows are forgotten: no static dimension of an output is rows
             parts = tuple(forget_rows(part, constants) for part in parts)
         regroup = _tf.distribute_utils.regroup
         return self._on_worker(self._run(regroup(parts), regroup(rows), rows_of_all))

@@ -44,11 +44,13 @@ REPLACED = {
     "keras.src.random.seed_generator.global_seed_generator": Function(
         "", "gives replicas, which run in threads, the generator of the thread of `fit`"
     ),
-    "keras.src.random.seed_generator.SeedGenerator.next": Function("self, ordered", "draws otherwise on each replica"),
+    "keras.src.random.seed_generator.SeedGenerator.next": Function(
+        "self, ordered", "draws different numbers on each replica"
+    ),
     # optimizers
     "tensorflow.python.training.optimizer.Optimizer.apply_gradients": Function(
         "self, grads_and_vars, global_step, name, skip_gradients_aggregation",
-        "weighs the gradients of an optimizer of TensorFlow 1",
+        "weights the gradients of a TensorFlow 1 optimizer",
     ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     # losses
@@ -62,7 +64,7 @@ REPLACED = {
     ),
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
-        "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
+        "self, values, sample_weight", "weights a number by its replica's rows, in pipelines and with `Delayed`"
     ),
     # steps
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__": Function(
@@ -81,7 +83,7 @@ REPLACED = {
         "makes a generator of seeds that the shuffle of this worker's rows finds again",
     ),
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
-        "self, filename, name", "gives each worker a file of its own"
+        "self, filename, name", "gives each worker its own file"
     ),
     # printing
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
@@ -92,12 +94,12 @@ REPLACED = {
     "keras.src.utils.summary_utils.count_params": Function("weights", "counts full weights"),
     # files
     "keras.src.utils.file_utils.urlretrieve": Function(
-        "url, filename, reporthook, data", "downloads once a host what several workers ask for, whole"
+        "url, filename, reporthook, data", "downloads a complete file once per host for all workers that request it"
     ),
     "keras.src.utils.file_utils.extract_archive": Function(
-        "file_path, path, archive_format", "puts files in place whole, where several workers extract them"
+        "file_path, path, archive_format", "puts only complete files in place if several workers extract them"
     ),
-    f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
+    f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes to another name, then renames"),
     f"{_FILES}.save_weights_only": Function("model, filepath, max_shard_size, objects_to_skip", "the same"),
     f"{_HDF5}.save_model_to_hdf5": Function(
         "model, filepath, overwrite, include_optimizer", "the same, with full slots; rejects sharded weights"
@@ -106,11 +108,11 @@ REPLACED = {
         "self, filepath, format, verbose, input_signature, **kwargs", "the same, for a folder"
     ),
     "tensorflow.python.checkpoint.checkpoint.TrackableSaver.save": Function(
-        "self, file_prefix, checkpoint_number, session, options", "writes on rank 0"
+        "self, file_prefix, checkpoint_number, session, options", "writes to another name, then renames"
     ),
     "keras.src.utils.naming.to_snake_case": Function("name", "names weights in files by the class of Keras' layer"),
-    f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file in place of memory"),
+    f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file instead of memory"),
     f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
-    f"{_LAYER}.get_weights": Function("self", "gives full weights"),
-    f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
+    f"{_LAYER}.get_weights": Function("self", "returns full weights"),
+    f"{_LAYER}.set_weights": Function("self, weights", "accepts full weights"),
 }

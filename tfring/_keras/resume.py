@@ -132,7 +132,7 @@ def _advance(steps: Iterator[tuple], executions: int, batches: int) -> None:
         step = next(steps, None)
         if step is None:
             raise ConfigurationError(
-                f"The data ends after step {number} of an epoch, and training had come to step {executions} of it "
+                f"The data ends after step {number} of an epoch, but training had reached step {executions} of it "
                 "before the restart. Train on the same data."
             )
         for _ in range(batches):

@@ -1,9 +1,10 @@
-"""Saves models: a file appears complete or not at all, whichever ranks save, and no rank waits for another.
+"""Saves models: a file appears complete or not at all, whichever ranks save.
 
 Every rank may save, or rank 0 alone. Each writes to a temporary path and renames, so that ranks that write the same
-path replace each other's equal files, and any rank that has saved can read. Of folders (`model.export`) rank 0's
-remains. `save` writes once for all ranks. If ranks share an optimizer, all take part (`slots.py`). While this process
-has a ring, a model made outside the scope is saved like one made inside.
+path replace each other's equal files, and any rank that has saved can read. For folders (`model.export`), that of
+rank 0 remains. No rank waits for another, with two exceptions: if ranks hold shards or have to synchronize first, all
+take part (`slots.py`), and `save` writes once for all ranks, which wait for it. While this process has a ring, a model
+made outside the scope is saved like one made inside.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def install() -> None:
         sharded = [v for v in model.weights if sharding_of(v) is not None]
         if sharded:
             raise ConfigurationError(
-                f"Keras' older format (.h5) does not take {sharded[0].path!r}, a weight of which each rank has a "
-                "shard. Save a .keras or a .weights.h5 file."
+                f"Keras' older format (.h5) cannot store {sharded[0].path!r}: each rank has a shard of this weight. "
+                "Save a .keras or a .weights.h5 file."
             )
         with slots.full_values_of(model), slots.written_to_hdf5():
             return written_and_renamed(original, model, *args, **kwargs)
@@ -120,8 +121,8 @@ def install() -> None:
         if sharded:
             workers = sharded[0].value.distribute_strategy.world_size  # a model composed outside has no strategy
             raise ConfigurationError(
-                f"export() runs in one process, and {sharded[0].path!r} is sharded over {workers} workers. Save the "
-                "model by `tfring.save(model, path)`, load it in one process and export there."
+                f"export() runs in one process, but {sharded[0].path!r} is sharded over {workers} workers. Save the "
+                "model with `tfring.save(model, path)`, load it in one process and export there."
             )
         with printing.on_rank_0(ring_of_model(self) or ring_of_process()):
             return folder(self, filepath, lambda path: original(self, path, *args, **kwargs))

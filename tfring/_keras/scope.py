@@ -76,11 +76,11 @@ def _warn_of(made: Any, strategy: tf.distribute.Strategy | None, trained: str, s
         return
     _warned.add(ring)
     other = strategy or keras.distribution.distribution()
-    where = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
+    where = f"belongs to a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
-        f"{type(made).__name__} {made.name!r} {where}: {trained} trains alone on each of "
-        f"{ring.cluster.world_size} workers, so each gets other weights, and overwrites files of the others. "
-        f"To train one model on all of them, make model and optimizer {SCOPE}.",
+        f"{type(made).__name__} {made.name!r} {where}: {trained} trains alone on each of {ring.cluster.world_size} "
+        "workers, so each gets different weights and overwrites the files of the others. To train one model on all of "
+        f"them, make the model and the optimizer {SCOPE}.",
         stacklevel=stacklevel,
     )
 
@@ -113,7 +113,7 @@ def refuse_model(model: Any, method: str) -> None:
     if current_ring() is None:
         return
     raise ConfigurationError(
-        f"{method}() runs in the scope of a RingStrategy, and {type(model).__name__} {model.name!r} was made outside. "
+        f"{method}() runs in the scope of a RingStrategy, but {type(model).__name__} {model.name!r} was made outside. "
         f"Move the lines that make the model {SCOPE}; to train it alone, call {method}() outside the scope."
     )
 

@@ -16,7 +16,7 @@ process writes, in a step of the whole batch that of the first replica. In a ste
 
 A moving average is linear in the values that it averages, so the mean of moving averages is the moving average of the
 mean. A replica without rows has NaN statistics and no weight. TensorFlow variables with an aggregation follow
-TensorFlow's own rules.
+TensorFlow's own rules, with means weighted by rows.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Copy:
 
 
 def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
-    """Writes a replica's copy as one process would, in an edited step; for a metric's state, its part of a sum."""
+    """Writes a copy in an edited or whole-batch step as one process would; for a metric's state, its part of a sum."""
     held = held_by(variable)
     own = own_copy(held)
     value = tf.cast(value, own.dtype)
@@ -280,7 +280,7 @@ def _refuse_outside(variable: Any) -> None:
     if not isinstance(variable._value, tf.distribute.DistributedValues):
         raise ConfigurationError(
             f"A step writes variable {variable.path!r}, which was made outside of the strategy's scope, so each rank "
-            "would have another value. Make the layer or metric it belongs to inside `with strategy.scope():`."
+            "would have a different value. Make the layer or metric it belongs to inside `with strategy.scope():`."
         )
 
 
@@ -321,7 +321,7 @@ def _variables_of_tensorflow(model: Any) -> list:
 
 
 def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
-    """Prepares one value for each variable that replicas wrote; what all wrote alike is written before this returns.
+    """Prepares one value for each variable that replicas wrote. Writes at once those that all must have written alike.
 
     Args:
       ring: The workers.
@@ -393,7 +393,7 @@ def _part(
 def _rows_of_replicas(ring: Ring, copies: Sequence[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
     """Returns a row for each replica of all workers: whether it has rows of the batch, then its copy.
 
-    Those of other workers are 0.
+    The rows of other workers' replicas are 0.
     """
     before = ring.first_replica
     after = ring.num_replicas - before - len(copies)
@@ -424,7 +424,7 @@ def _write(ring: Ring, variable: Any, value: Any) -> None:
 
 def _no_rule(variable: Any) -> str:
     return (
-        f"The replicas wrote different values to {_name(variable)!r} ({variable.dtype}), and nothing says how they "
-        'become one. Give it an aggregation, such as `add_weight(..., aggregation="sum")`, or write it by '
-        "`assign_add`; a variable of TensorFlow's has to be an attribute of a layer or the model."
+        f"The replicas wrote different values to {_name(variable)!r} ({variable.dtype}), and no rule combines them. "
+        'Give it an aggregation, such as `add_weight(..., aggregation="sum")`, or write it with `assign_add`; a '
+        "TensorFlow variable has to be an attribute of a layer or the model."
     )

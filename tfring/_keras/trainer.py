@@ -9,8 +9,9 @@ one training step on rank r                                           collective
   logs, where a callback reads them ─► all rows ┴                       1  if any       (control)
 ```
 
-State and logs are sent in one collective per dtype. Logs that no callback reads are reduced after the loop
-(`loop.py`), those of several steps at the end of an execution. Nothing is sent from Python.
+State and logs are sent in one collective per dtype; logs that depend on the state follow in another. Logs that no
+callback reads are reduced after the loop (`loop.py`), those of several steps at the end of an execution. Nothing is
+sent from Python.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ def forget_first_state(model: Any) -> None:
 def _build_symbolically(model: Any, data_batch: Any) -> None:
     """Builds a model as Keras does; leaves to a user's own step what only it knows, as in one process.
 
-    This is the set of variables that an optimizer updates and, in a model that is not built, that of called layers.
+    Only the step knows which variables an optimizer updates and, in a model that is not built, which layers are called.
     """
     vars(model).pop(_LEFT, None)  # from an earlier call
     if type(model).train_step is RingTrainer.train_step:
@@ -477,7 +478,7 @@ class StepFunction:
             except Exception as error:  # of any kind: a program may need the number of rows, which one process knows
                 if self._way is not Way.EDITED or self._static_rows is None:
                     raise
-                self._refused = exactness.OfWholeBatch(f"It needs their number before it runs ({error!r}).")
+                self._refused = exactness.OfWholeBatch(f"It needs the number of rows before it runs ({error!r}).")
             if self._refused is not None:
                 self._take_whole_batches(self._refused)
             elif self._reads_more:

@@ -16,7 +16,7 @@ from tfring.cluster import Cluster, parse_address
 from tfring.transport import ports
 
 SOCKET, COPY = "raw socket", "memory copy"
-_SECONDS = 20.0  # for the connections, and for sending
+_SECONDS = 20.0  # for the connections, and for a transfer
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 1 << 18  # stays in the cache
 _FIRST_BYTES, _LAST_BYTES = 1 << 20, 1 << 28
@@ -39,7 +39,7 @@ def measure(cluster: Cluster, ring: Any, order: tuple[int, ...]) -> Limit:
     if ring.all_reduce([float("tcp" in ring.transport)], "max", name="bench's transports")[0] == 0:
         return Limit(COPY, _slowest(ring, _copy_speed(ring)))
     hosts = [parse_address(address).host for address in cluster.addresses]
-    on_one_host = len(set(hosts)) == 1  # if TCP was requested
+    on_one_host = len(set(hosts)) == 1  # TCP was requested then
     sends, gets = (on_one_host or hosts[rank] != hosts[cluster.rank] for rank in (to, source))
     return Limit(SOCKET, _slowest(ring, _socket_speed(ring, to, hosts[to], on_one_host, sends, gets)))
 
@@ -62,7 +62,7 @@ def _copy_speed(ring: Any) -> float:
 
 
 def _socket_speed(ring: Any, to: int, host: str, on_one_host: bool, sends: bool, gets: bool) -> float:
-    """Measures the speed of sockets. Returns infinity for a rank without a neighbour on another host."""
+    """Measures the speed of sockets. Returns infinity for a rank that neither sends nor receives."""
     import numpy as np
 
     token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)

@@ -54,7 +54,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
     ops = tuple(text.split(","))
     for op in ops:
         if op not in FACTORS:
-            raise ValueError(f"{op!r} is none of the collectives {', '.join(FACTORS)}")
+            raise ValueError(f"{op!r} is not one of the collectives {', '.join(FACTORS)}")
     return ops
 
 

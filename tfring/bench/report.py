@@ -44,10 +44,10 @@ def head(document: dict[str, Any]) -> str:
     hosts = len(cluster["hosts"])
     where = f"{cluster['world_size']} ranks on {hosts} host{'s' if hosts > 1 else ''}, from {cluster['source']}"
     reached_by = {
-        "raw socket": "plain sockets reach where every rank sends to the next and gets as much",
-        "memory copy": "copying memory reaches where every rank copies",
+        "raw socket": "plain sockets reach when every rank sends to the next and receives as much",
+        "memory copy": "copying memory reaches when every rank copies",
     }
-    speed = f"{limit['gigabytes_per_second']:.3g} GB/s a rank, which {reached_by[limit['kind']]}, all at once"
+    speed = f"{limit['gigabytes_per_second']:.3g} GB/s per rank, which {reached_by[limit['kind']]}, all at once"
     return f"tfring bench: {where}\nLimit: {speed}\n{_LEGEND}\n\n{_line(_COLUMNS)}\n{_line(_UNITS)}"
 
 

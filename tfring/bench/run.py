@@ -20,15 +20,15 @@ FAILED = 2
 _LOOP_SECONDS = 0.1
 _LOOPS = 3
 _MAX_CALLS = 1000
-_MOST_ONES = 256  # up to which bfloat16 can count
+_MOST_ONES = 256  # bfloat16 can count up to this number
 _ROW = 64  # items per row, so that large exchanges have rows to distribute
 
 ALONE = """\
-tfring bench measures what lies between ranks, and this process is alone. Type one of:
+tfring bench measures communication between ranks, but this process is alone. Type one of:
   tfring bench -n 2
   tfring bench --hosts host1:4,host2:4
-or start it as your program is started, under mpirun or srun."""
-NO_MATPLOTLIB = "--plot draws with matplotlib, and there is none where rank 0 runs. Type:\n  pip install matplotlib"
+or start it as you start your program, with mpirun or srun."""
+NO_MATPLOTLIB = "--plot needs matplotlib, which is not installed where rank 0 runs. Type:\n  pip install matplotlib"
 
 
 def run(options: Options) -> int:
@@ -92,7 +92,7 @@ def _why_not(options: Options) -> str | None:
     except ImportError:
         return NO_MATPLOTLIB
     folder = os.path.dirname(options.plot) or "."
-    return None if os.access(folder, os.W_OK) else f"--plot: no file can be written in {os.path.abspath(folder)}"
+    return None if os.access(folder, os.W_OK) else f"--plot: cannot write a file in {os.path.abspath(folder)}"
 
 
 def _cell(ring: Any, op: str, size: int, dtype: str, local_size: int, limit: limits.Limit) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:
 
 
 def _seconds(ring: Any, call: Callable[[], Any]) -> float:
-    """Returns the seconds per call on the slowest rank: the median of loops with the number of calls that fits."""
+    """Returns the seconds per call on the slowest rank: the median of loops of calls that fill `_LOOP_SECONDS`."""
 
     def loop(calls: int) -> float:
         ring.barrier(name="bench's loop")

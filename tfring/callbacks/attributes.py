@@ -2,7 +2,7 @@
 
 Attributes are kept if they have changed since training began and are numbers, strings, bytes, arrays, tensors,
 functions of `keras.ops` or NumPy, or lists, tuples, dicts, sets, deques and counters of them. For other attributes that
-hold data, a warning says that they are lost.
+hold data, a warning says that they are lost, except in Keras' own callbacks.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Attributes:
             return
         self._lost.add((key, name))
         warnings.warn(
-            f"Backup does not keep {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that "
-            f"holds a {type(value).__name__}: after a restart it is as the program makes it. It keeps numbers, texts, "
-            "arrays, and lists, dicts and sets of them.",
+            f"Backup does not save {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that "
+            f"holds a {type(value).__name__}: after a restart it is what the program makes it. Backup saves numbers, "
+            "strings, arrays, and lists, dicts and sets of these.",
             stacklevel=3,
         )
 

@@ -41,8 +41,8 @@ class Backup(LateCallback, keras.callbacks.Callback):
     interrupted, and with the same logs. On another number of workers it ends with the weights and logs of that number,
     up to the last digits. A backup contains the weights, the state of optimizers and metrics, seed generators,
     gradients accumulated between two updates, the epoch and the step in it, the position in the data, the logs so far,
-    the random states of Python and NumPy, and simple attributes of other callbacks (EarlyStopping, ReduceLROnPlateau).
-    A warning names the attributes that are not kept.
+    the random states of Python, NumPy, Keras and, if it has a global seed, TensorFlow, and simple attributes of other
+    callbacks (EarlyStopping, ReduceLROnPlateau). A warning names the attributes that are not kept.
 
     Rank 0 copies the state after a step and writes it from a thread while training continues. The next save and the end
     of `fit` wait until it is written. The other ranks restore what rank 0 reads. With `sharded=True`, each rank writes
@@ -54,7 +54,8 @@ class Backup(LateCallback, keras.callbacks.Callback):
 
     Schedulers send SIGTERM to announce that they reclaim a machine. All ranks then save after the current step and exit
     with code 75, upon which `tfring launch --max-restarts` starts them again. If they cannot save, a line gives
-    the reason and they exit with code 143. If the program handles SIGTERM itself, Backup does not.
+    the reason and they exit with code 143. Backup leaves SIGTERM alone if the program handles it itself, or calls `fit`
+    outside of the main thread.
 
     Args:
       folder: Folder for this `fit` alone, on a disk that rank 0 sees after a restart too.
@@ -163,8 +164,8 @@ class Backup(LateCallback, keras.callbacks.Callback):
         if blind:
             raise ConfigurationError(
                 f"Rank {', '.join(map(str, blind))} does not see files that rank 0 writes to {str(self._folder)!r}, "
-                "and `sharded=True` needs a folder that all ranks share. Name another folder, or leave `sharded` out: "
-                "then rank 0 writes all."
+                "but `sharded=True` needs a folder that all ranks share. Use another folder, or leave `sharded` out: "
+                "rank 0 then writes everything."
             )
 
     def _read(self, holder: str) -> None:
@@ -187,24 +188,24 @@ class Backup(LateCallback, keras.callbacks.Callback):
             raise OSError(reply["problem"])
         if "holder" in reply:
             raise ConfigurationError(
-                f"Another job uses {str(self._folder)!r} for its Backup: {reply['holder']}. Give each job a folder of "
-                "its own."
+                f"Another job uses {str(self._folder)!r} for its Backup: {reply['holder']}. Give each job its own "
+                "folder."
             )
         if reply:
             self._restored = reply["state"]
             if self._restored["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
                 raise ConfigurationError(
-                    f"{reply['path']} has the backup format {self._restored['format']}, and this version of tfring "
+                    f"{reply['path']} has the backup format {self._restored['format']}, but this version of tfring "
                     f"reads {_FORMAT} and {_FORMAT_OF_SHARDS}."
                 )
-            self._say(f"training goes on from {reply['path']}")
+            self._say(f"training continues from {reply['path']}")
 
     def _of_rank(self, states: list) -> Any:
         return states[variables.rank_then(self._ring, self._restored["cluster"])]
 
     @contextlib.contextmanager
     def _sigterm(self) -> Iterator[None]:
-        """Makes SIGTERM request a save and an exit while it is entered."""
+        """Makes SIGTERM request a save and an exit inside the context."""
         main = threading.current_thread() is threading.main_thread()
         if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             yield
@@ -229,7 +230,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
 
     def _give_up(self) -> NoReturn:
         """Ends the process if the ranks have not reached the end of a step."""
-        self._say(self._not_saved(f"the step under way has not ended in {self._grace_seconds:g} s"))
+        self._say(self._not_saved(f"the current step has not ended within {self._grace_seconds:g} s"))
         os._exit(_NOT_SAVED)
 
     def _leave(self) -> NoReturn:
@@ -245,7 +246,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
     def _not_saved(self, problem: str) -> str:
         return (
             f"SIGTERM: training could not be saved in {self._folder} ({problem}), and ends with exit code "
-            f"{_NOT_SAVED}. A restart goes on from the backup before it, or from the start where there is none"
+            f"{_NOT_SAVED}. A restart continues from the previous backup, or from the start if there is none"
         )
 
     def _say(self, text: str) -> None:
@@ -257,8 +258,8 @@ class Backup(LateCallback, keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._ring is None:
             raise ConfigurationError(
-                "Backup was given a model made outside of the scope of a `tfring.RingStrategy`, or does not stand in "
-                "the list `callbacks` of `fit`. One process needs the scope, too. A loop of your own saves by "
+                "Backup was given a model made outside of the scope of a `tfring.RingStrategy`, or is not in the list "
+                "`callbacks` of `fit`. A single process needs the scope as well. Custom training loops save with "
                 "tf.train.CheckpointManager (docs/restarts.md)."
             )
         self._attributes = Attributes(self.others)
@@ -293,7 +294,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         model._initial_epoch = self._epoch
         self._finished = self._epoch >= self.params["epochs"]
         if self._finished:
-            self._say(f"this training has ended already; remove {self._folder} to train from the start")
+            self._say(f"this training has already ended; remove {self._folder} to train from the start")
             return
         resume.training(self._executions, self._logs)
         states = self._of_rank(state["random"])
@@ -443,4 +444,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         except OSError as error:
             self._problem = str(error)
             if self.granted != _SAVE_AND_LEAVE:  # otherwise `_leave` reports it
-                warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)
+                warnings.warn(
+                    f"tfring could not save in {self._folder} and continues without this backup: {error}",
+                    stacklevel=2,
+                )

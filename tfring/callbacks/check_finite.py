@@ -87,14 +87,14 @@ class CheckFinite(keras.callbacks.Callback):
         # A worker that trains by itself has only its own notes.
         is_by_itself = len(everyone) < self._ring.cluster.world_size
         first = self._ring.cluster.rank if is_by_itself else 0
-        others = " Of other workers this one does not know: one that names an earlier step came first."
+        others = " This worker does not know about the others: one that names an earlier step came first."
         others = others if is_by_itself else ""
         noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone, first) if step >= 0]
         if noted:
             step, number, replica = min(noted)
             self._raise(
-                f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at step {step}, first "
-                "of all. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0."
+                f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at step {step}, before "
+                "any other. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0."
                 + others,
                 replica,
             )
@@ -102,8 +102,8 @@ class CheckFinite(keras.callbacks.Callback):
         if bad:
             number, replica = min(bad)
             self._raise(
-                f"{variables[number].path} is not finite on replica {{}}, first of all variables, though every "
-                "gradient was: an update was too large, or moving statistics are of infinite values."
+                f"{variables[number].path} is not finite on replica {{}}, the first such variable, although every "
+                "gradient was finite: an update was too large, or moving statistics were computed from infinite values."
                 + others,
                 replica,
             )

@@ -31,5 +31,5 @@ def chief_only(callback: keras.callbacks.Callback | Callable[[], keras.callbacks
         return keras.callbacks.Callback()
     made = callback if isinstance(callback, keras.callbacks.Callback) else callback()
     if not isinstance(made, keras.callbacks.Callback):
-        raise TypeError(f"`callback` {callback!r} made {made!r}, which is no Keras callback.")
+        raise TypeError(f"`callback` {callback!r} made {made!r}, which is not a Keras callback.")
     return made

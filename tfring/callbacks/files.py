@@ -8,7 +8,7 @@
 
 A file is written under a temporary name, synced to the disk, then renamed; the first file comes last. A zip file has a
 CRC-32 of each member and its table of contents at the end, so a file that is cut or changed is recognized.
-Names of shard files are random, so that two backups after the same step are not mixed.
+Names of shard files have a random part, so that two backups after the same step are not mixed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _lock(path: pathlib.Path) -> tuple[IO[str], str]:
             file.close()
             raise
         file.close()
-    raise OSError(f"{path} comes and goes")
+    raise OSError(f"{path} is repeatedly created and removed")
 
 
 def write(
@@ -198,8 +198,8 @@ def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.
             problems.append(f"{path.name}: {error}")
     if problems:
         raise OSError(
-            f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}. Bring a whole one there, or remove these "
-            "files to begin from the start."
+            f"no backup in {str(folder)!r} is complete. {'; '.join(problems)}. Put a complete one there, or remove "
+            "these files to begin from the start."
         )
     return None
 
@@ -247,7 +247,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as member:
         shape, is_fortran, dtype = _read_header(member, name)
         if dtype.hasobject:
-            raise ValueError(f"{name} has objects")
+            raise ValueError(f"{name} contains objects")
         if math.prod(shape) * dtype.itemsize > archive.getinfo(name).file_size:  # before memory is allocated
             raise ValueError(f"{name} is shorter than its array")
         array = blocks.allocate(shape[::-1] if is_fortran else shape, dtype)

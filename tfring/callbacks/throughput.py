@@ -27,8 +27,8 @@ class Throughput(keras.callbacks.Callback):
       `steps_per_second`, updates of the weights; `samples_per_second`, rows of all workers; `waiting`, the share of the
       time, from 0 to 1, that a worker's collectives waited for others, averaged over workers; `megabytes_sent`, by all
       workers. The last two are logged if the engine counts them: neither with communication="tensorflow", and no
-      `waiting` with parameter servers, which log it themselves. A worker of asynchronous parameter servers logs its own
-      figures.
+      `waiting` with parameter servers (asynchronous ones add `waited_seconds`). A worker of asynchronous parameter
+      servers logs its own figures.
 
     Raises:
       ValueError: If `batch_size` is not an integer of at least 1, or the model has no optimizer, whose updates are
@@ -45,13 +45,13 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
         if batch_size is not None and not is_count:
-            raise ValueError(f"`batch_size` is {batch_size!r}, not a whole number, 1 or more, or None.")
+            raise ValueError(f"`batch_size` is {batch_size!r}, not an integer of at least 1, or None.")
         self.batch_size = batch_size
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if getattr(self.model, "optimizer", None) is None:
             raise ValueError(
-                "The model has no optimizer, whose updates Throughput counts. Pass an optimizer to `compile`."
+                "The model has no optimizer, but Throughput counts optimizer updates. Pass an optimizer to `compile`."
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

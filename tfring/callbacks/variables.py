@@ -1,4 +1,4 @@
-"""Collects the variables of a model from all ranks on rank 0, and restores them on the same or other ranks.
+"""Collects the variables of a model from all ranks on rank 0, and restores them on any number of ranks.
 
 Weights and optimizer state are the same on every replica and collected once; slots that are sharded over ranks are
 gathered. Values that differ are collected from every replica: the state of metrics, gradients that each worker has
@@ -264,10 +264,10 @@ def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[s
         return
     pairs = zip(then, now, strict=False)
     number = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
-    saved = f"{descriptions[number]['path']} {then[number]}" if number < len(then) else "no more"
-    has = f"{variables[number].path} {now[number]}" if number < len(now) else "no more"
+    saved = f"{descriptions[number]['path']} {then[number]}" if number < len(then) else "missing"
+    has = f"{variables[number].path} {now[number]}" if number < len(now) else "missing"
     raise ConfigurationError(
-        f"The backup is of another model: it has {len(then)} variables, and the model {len(now)}. The first that "
+        f"The backup is of another model: it has {len(then)} variables, but the model has {len(now)}. The first that "
         f"differs is {saved} in the backup and {has} in the model. Use another folder, or remove this one to train "
         "from the start."
     )
@@ -283,7 +283,7 @@ def describe_cluster(ring: Ring) -> dict[str, Any]:
 
 
 def rank_then(ring: Ring, cluster_then: dict[str, Any]) -> int:
-    """Returns the rank whose random states this rank restores: itself on the same mesh, else one with the same rows."""
+    """Returns the rank whose random states to restore: this one on the same mesh, otherwise one of its rows, or 0."""
     mesh, rank = Mesh(**cluster_then["mesh"]), ring.cluster.rank
     if cluster_then["mesh"] == describe_cluster(ring)["mesh"]:
         return rank

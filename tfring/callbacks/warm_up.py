@@ -21,8 +21,8 @@ class WarmUp(keras.callbacks.Callback):
     The rate of update `t`, counted from 0, is `rate * (start + (1 - start) * (t + 1) / warmup_steps)`. It is computed
     from `optimizer.iterations`, so it resumes after a restart. The full rate is that of the optimizer before its first
     update. If the optimizer has already made updates when a new WarmUp first sees it, such as that of a model from a
-    file, its rate is assumed to be that of the next update, with a warning. From update `warmup_steps` on, the callback
-    sets nothing and leaves the rate to others such as `ReduceLROnPlateau`.
+    file, its rate is assumed to be that of the next update, with a warning. From update `warmup_steps + 1` on, the
+    callback sets nothing and leaves the rate to others such as `ReduceLROnPlateau`.
 
     Args:
       warmup_steps: Number of updates, an integer of at least 1.
@@ -60,7 +60,7 @@ class WarmUp(keras.callbacks.Callback):
         schedule = getattr(self.model.optimizer, "_learning_rate", None)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ConfigurationError(
-                f"The learning rate is a {type(schedule).__name__}, and WarmUp needs a number. Give the schedule a "
+                f"The learning rate is a {type(schedule).__name__}, but WarmUp needs a number. Give the schedule a "
                 "warm-up, as tfring.schedules.Scaled has."
             )
         if self._rate is None:
@@ -88,9 +88,9 @@ class WarmUp(keras.callbacks.Callback):
         full = rate / self._share(updates)
         if full != rate:
             warnings.warn(
-                f"WarmUp goes on at update {updates} of {self.warmup_steps}: it takes the learning rate {rate:.6g} for "
-                f"that of this update, so the full rate is {full:.6g}. If {rate:.6g} is the full rate, set "
-                "`optimizer.iterations.assign(0)` before fit().",
+                f"WarmUp continues at update {updates} of {self.warmup_steps}: it assumes that the learning rate "
+                f"{rate:.6g} is that of this update, so the full rate is {full:.6g}. If {rate:.6g} is the full rate, "
+                "set `optimizer.iterations.assign(0)` before fit().",
                 stacklevel=2,
             )
         return full

@@ -25,8 +25,8 @@ def first_host(environ: Mapping[str, str]) -> str | None:
             return pathlib.Path(environ["PBS_NODEFILE"]).read_text().split()[0]
         except (OSError, IndexError) as error:
             raise ConfigurationError(
-                f"PBS_NODEFILE={environ['PBS_NODEFILE']!r} cannot be read as a file with a host a line ({error}). Name "
-                "rank 0's host instead:\n  export TFRING_RENDEZVOUS=node1"
+                f"PBS_NODEFILE={environ['PBS_NODEFILE']!r} cannot be read as a file with one host per line ({error}). "
+                "Name rank 0's host instead:\n  export TFRING_RENDEZVOUS=node1"
             ) from None
     hosts = environ.get("LSB_HOSTS", "").split()  # one host per slot: "node1 node1 node2 node2"
     return hosts[0] if hosts else None
@@ -78,16 +78,16 @@ def _split(text: str, name: str) -> list[str]:
     for character in text.strip():
         depth += (character == "[") - (character == "]")
         if depth not in (0, 1):
-            raise _error(text, name, "brackets that do not match")
+            raise _error(text, name, "the brackets do not match")
         if character == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += character
     if depth:
-        raise _error(text, name, "brackets that do not match")
+        raise _error(text, name, "the brackets do not match")
     for part in parts:
         if not re.fullmatch(r"[A-Za-z0-9_.\-\[\],]+", part) or part.startswith("-"):
-            raise _error(text, name, f"{part!r} is no host")
+            raise _error(text, name, f"{part!r} is not a host")
     return parts
 
 
@@ -96,16 +96,16 @@ def _numbers(ranges: str, text: str, name: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
         if match is None:
-            raise _error(text, name, f"{part!r} is no range of numbers")
+            raise _error(text, name, f"{part!r} is not a range of numbers")
         first, last = match[1], match[2] or match[1]
         if not int(first) <= int(last) < int(first) + _MAX_HOSTS:
-            raise _error(text, name, f"the range {part!r} runs downwards or is too long")
+            raise _error(text, name, f"the range {part!r} is descending or too long")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
 
 def _error(text: str, name: str, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f'{name} is {text!r}: {what}. A list of nodes is written like "node[001-003,7],login1". To list the nodes of a '
-        f"text of SLURM's:\n  scontrol show hostnames '{text}'"
+        f'{name} is {text!r}: {what}. A list of nodes is written like "node[001-003,7],login1". To expand a node '
+        f"list of SLURM:\n  scontrol show hostnames '{text}'"
     )

@@ -52,30 +52,30 @@ class Cluster:
         for name in ("rank", "world_size", "local_rank", "local_world_size", "num_nodes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise self._error(f"`{name}` is a whole number", **{name: value})
+                raise self._error(f"`{name}` must be an integer", **{name: value})
         if self.world_size < 1:
-            raise self._error("`world_size` is at least 1", world_size=self.world_size)
+            raise self._error("`world_size` must be at least 1", world_size=self.world_size)
         if not 0 <= self.rank < self.world_size:
             raise self._error(
-                "`rank` runs from 0 to `world_size - 1`", rank=self.rank, world_size=self.world_size
+                "`rank` must be from 0 to `world_size - 1`", rank=self.rank, world_size=self.world_size
             )
         if not 1 <= self.local_world_size <= self.world_size:
             raise self._error(
-                "`local_world_size` runs from 1 to `world_size`",
+                "`local_world_size` must be from 1 to `world_size`",
                 local_world_size=self.local_world_size,
                 world_size=self.world_size,
             )
         if not 0 <= self.local_rank < self.local_world_size:
             raise self._error(
-                "`local_rank` runs from 0 to `local_world_size - 1`",
+                "`local_rank` must be from 0 to `local_world_size - 1`",
                 local_rank=self.local_rank,
                 local_world_size=self.local_world_size,
             )
         if not isinstance(self.addresses, tuple):
-            raise self._error("`addresses` is a tuple of texts", addresses=self.addresses)
+            raise self._error("`addresses` must be a tuple of strings", addresses=self.addresses)
         if len(self.addresses) != self.world_size and (self.addresses or self.world_size > 1):
             raise self._error(
-                "`addresses` has one entry a rank", addresses=self.addresses, world_size=self.world_size
+                "`addresses` must have one entry per rank", addresses=self.addresses, world_size=self.world_size
             )
         parsed = [parse_address(address) for address in self.addresses]
         first: dict[Address, int] = {}
@@ -88,13 +88,13 @@ class Cluster:
         one_node = self.local_world_size == self.world_size
         if not (self.num_nodes == 1 if one_node else 2 <= self.num_nodes <= self.world_size):
             raise self._error(
-                "`num_nodes` is 1 if all ranks share a host, else 2 to `world_size`",
+                "`num_nodes` must be 1 if all ranks share a host, otherwise from 2 to `world_size`",
                 num_nodes=self.num_nodes,
                 local_world_size=self.local_world_size,
                 world_size=self.world_size,
             )
         if self.listen_fd is not None and (not isinstance(self.listen_fd, int) or self.listen_fd < 0):
-            raise self._error("`listen_fd` is an open file descriptor or None", listen_fd=self.listen_fd)
+            raise self._error("`listen_fd` must be an open file descriptor or None", listen_fd=self.listen_fd)
 
     @property
     def is_chief(self) -> bool:

@@ -122,7 +122,7 @@ class Outlook:
 
     >>> outlook = Outlook({})
     >>> outlook.changed({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
-    ('no source says anything', 'torchrun-style variables says rank 0 of 2')
+    ('no source describes a cluster', 'torchrun-style variables says rank 0 of 2')
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -149,7 +149,7 @@ def _look(environ: Mapping[str, str]) -> tuple[str, tuple]:
     except ConfigurationError as error:
         return str(error), (str(error),)
     if said is None:
-        return "no source says anything", (0, 1, ())
+        return "no source describes a cluster", (0, 1, ())
     return _describe(said), (said.rank, said.world_size, said.addresses if said.world_size > 1 else ())
 
 

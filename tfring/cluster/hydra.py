@@ -41,7 +41,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     if host is None and world_size > 1 and not environ.get("TFRING_RENDEZVOUS"):
         raise ConfigurationError(
             f"{SOURCE} does not say on which host rank 0 is: {RANK}={rank}, {SIZE}={world_size}, "
-            f"{LOCAL_SIZE}={environ.get(LOCAL_SIZE, '')} are several hosts. {_REMEDY}"
+            f"{LOCAL_SIZE}={environ.get(LOCAL_SIZE, '')} describe several hosts. {_REMEDY}"
         )
     job = job or f"of user {os.getuid()}"
     return UnresolvedCluster(rank, world_size, SOURCE, job, host or "localhost", remedy=_REMEDY)

@@ -21,7 +21,7 @@ SOURCE = "Kubernetes Indexed Job"
 VARIABLES = (INDEX,)
 PORT = 20000
 _REMEDY = f"""\
-In the manifest, with the number of completions:
+In the manifest, set the number of completions:
   env: [{{name: {NUM_WORKERS}, value: "4"}}]"""
 
 
@@ -52,7 +52,7 @@ def warn_if_alone(environ: Mapping[str, str]) -> None:
     """Warns in a pod of an Indexed Job without a cluster: it may run alone on purpose, or a line was forgotten."""
     if INDEX in environ:
         warnings.warn(
-            f"Each pod of this Kubernetes Indexed Job trains alone: {INDEX}={environ[INDEX]} does not tell how many "
-            f"there are. {_REMEDY}",
+            f"Each pod of this Kubernetes Indexed Job trains alone: {INDEX}={environ[INDEX]} does not give the "
+            f"number of pods. {_REMEDY}",
             stacklevel=3,
         )

@@ -52,7 +52,7 @@ class Note:
 # Not a place in a cluster: the number of earlier starts of the job, and the seed from which unseeded shuffles begin.
 RESTART = "TFRING_RESTART"
 DATA_SEED = "TFRING_DATA_SEED"
-MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each single worker of asynchronous parameter servers
+MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each worker by itself, with asynchronous parameter servers
 PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was asked to stop, and has saved a state to resume from
 
 NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
@@ -101,9 +101,8 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     """
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
-            f"This process is parameter server {SERVER}={environ[SERVER]} of `tfring launch --servers`, and a "
-            "parameter server is no worker. Make a tfring.ParameterServerStrategy() in place of RingStrategy(), or "
-            "leave out --servers."
+            f"This process is parameter server {SERVER}={environ[SERVER]} of `tfring launch --servers`, not a "
+            "worker. Make a tfring.ParameterServerStrategy() instead of a RingStrategy(), or leave out --servers."
         )
     values = {name: config.read(name, environ) for name in ALL}
     found = {name: environ[name] for name in ALL if values[name] is not None}
@@ -203,7 +202,7 @@ def _check_listens(fd: int, address: str) -> None:
         listens, port = False, None
     if not listens or port != parse_address(address).port:
         raise ConfigurationError(
-            f"{LISTEN_FD}={fd} is no socket that listens at {address} in this process. A program that a worker starts "
-            f"is not a worker: start it without the worker's variables. {_REMEDY}"
+            f"{LISTEN_FD}={fd} is not a socket that listens at {address} in this process. A program that a worker "
+            f"starts is not a worker: start it without the worker's variables. {_REMEDY}"
         )
     os.set_inheritable(fd, False)  # processes that the user's program starts must not hold the port

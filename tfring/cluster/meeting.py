@@ -185,7 +185,7 @@ class _Meeting:
         came_from = _peer_address(channel.socket)
         if came_from not in (None, place["host"]):
             _log.warning(
-                "Rank %d says that it listens at %s, and comes from %s. Is there a translation of addresses between?",
+                "Rank %d says that it listens at %s, but connects from %s. Is there address translation in between?",
                 rank,
                 place["host"],
                 came_from,
@@ -197,8 +197,8 @@ class _Meeting:
     def _refusal(self, hello: dict[str, Any], place: dict[str, Any] | None) -> str | None:
         if hello["world_size"] != self.unresolved.world_size or not 0 < hello["rank"] < self.unresolved.world_size:
             return (
-                f"{self.unresolved.source} says rank 0 of {self.unresolved.world_size} to one process, and rank "
-                f"{hello['rank']} of {hello['world_size']} to another."
+                f"{self.unresolved.source} gives one process rank 0 of {self.unresolved.world_size}, and another rank "
+                f"{hello['rank']} of {hello['world_size']}."
             )
         if place is not None and (place["port"], place["identity"]) != (hello["port"], hello["identity"]):
             return handshake.claimed_twice(hello["rank"])
@@ -208,7 +208,7 @@ class _Meeting:
         names = ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
         return RendezvousError(
             f"Rank 0 of {self.unresolved.world_size} (from {self.unresolved.source}) listened at {self._where()} for "
-            f"{self.seconds:g} s, but rank{'s' if len(ranks) > 1 else ''} {names} never came. "
+            f"{self.seconds:g} s, but rank{'s' if len(ranks) > 1 else ''} {names} never connected. "
             + (f"Turned away: {turned_away}. " if turned_away else "")
             + f"Are they started, and is the port open between the hosts? {self._hint()}"
         )
@@ -278,7 +278,7 @@ class _Meeting:
 
     def _hint(self) -> str:
         return self.unresolved.remedy or (
-            "Rank 0's host and port can be named, ports and interface chosen:\n  export TFRING_RENDEZVOUS=node1:20000\n"
+            "You can set rank 0's host and port, the ports and the interface:\n  export TFRING_RENDEZVOUS=node1:20000\n"
             "  export TFRING_PORT_RANGE=20000-20100 TFRING_INTERFACE=eth0"
         )
 
@@ -323,5 +323,5 @@ def _columns(table: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _rows(columns: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
     if any(len(column) != count for column in columns.values()):
-        raise wire.WireError("places of another number of ranks")
+        raise wire.WireError("places of a different number of ranks")
     return [{name: columns[name][rank] for name in _PLACE} for rank in range(count)]

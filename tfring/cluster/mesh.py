@@ -55,7 +55,7 @@ class Mesh:
             size = getattr(self, axis)
             is_open = axis == "data" and size is None
             if not is_open and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigurationError(f"Size `{axis}` of the mesh is {size!r}, not a whole number, 1 or more.")
+                raise ConfigurationError(f"Size `{axis}` of the mesh is {size!r}, not an integer of at least 1.")
 
     def of(self, world_size: int) -> Mesh:
         """Returns this mesh for a number of workers, with the size of its data axis filled in.
@@ -67,8 +67,8 @@ class Mesh:
         mesh = Mesh(data or 1, self.model, self.pipeline)
         if mesh.size != world_size:
             raise ConfigurationError(
-                f"{self} has places for {mesh.size} workers, and there are {world_size}: data x model x pipeline = "
-                f"world_size. Start {mesh.size} workers, or give the mesh other sizes."
+                f"{self} has places for {mesh.size} workers, but there are {world_size}: data x model x pipeline must "
+                f"be world_size. Start {mesh.size} workers, or give the mesh other sizes."
             )
         return mesh
 

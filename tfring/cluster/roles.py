@@ -46,7 +46,7 @@ class Roles:
         if not self.workers or not self.servers or len(set(processes)) < len(processes):
             raise ConfigurationError(
                 "A job with parameter servers needs one or more workers, one or more servers, and an address for each, "
-                f"and {self.source} gives workers={self.workers}, servers={self.servers}."
+                f"but {self.source} gives workers={self.workers}, servers={self.servers}."
             )
         own = self.servers if self.is_server else self.workers
         if not 0 <= self.index < len(own):
@@ -118,7 +118,7 @@ def _of_tf_config(text: str) -> Roles | None:
     workers = tf_config.parse({**given, "cluster": cluster, "task": as_chief if is_server else task})
     others = tf_config.parse({"cluster": {"worker": servers}, "task": {"type": "worker", "index": 0}})
     if workers is None or others is None:
-        raise ConfigurationError(f'{tf_config.VARIABLE} lists parameter servers ("{SERVER_JOB}") and no worker: {text}')
+        raise ConfigurationError(f'{tf_config.VARIABLE} lists parameter servers ("{SERVER_JOB}") but no worker: {text}')
     if workers.job == "evaluator":
         return None
     index = task.get("index") if is_server else workers.rank

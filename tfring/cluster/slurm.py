@@ -34,7 +34,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """
     if not environ.get(STEP_ID) or PROCID not in environ:
         return None
-    remedy = f"{_REMEDY}\nor run without what is left over of a step:\n  {unset(VARIABLES, environ)}"
+    remedy = f"{_REMEDY}\nor remove the variables left over from a step:\n  {unset(VARIABLES, environ)}"
     rank, world_size = read_numbers(environ, PROCID, NUM_TASKS, of=SOURCE, remedy=remedy)
     nodes = allocation.expand(environ.get(NODE_LIST, ""), NODE_LIST)
     tasks = allocation.per_node(environ.get(TASKS_PER_NODE, ""))
@@ -59,8 +59,9 @@ def warn_if_alone(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_NTASKS", "")
     if in_allocation(environ) and tasks.isdecimal() and int(tasks) > 1:
         warnings.warn(
-            f"This process trains alone: it is in SLURM job {environ[JOB_ID]}, which has {tasks} tasks, but in no step "
-            "of it. To train on all tasks, start the program by `srun python train.py` or `tfring launch train.py`.",
+            f"This process trains alone: it is in SLURM job {environ[JOB_ID]}, which has {tasks} tasks, but in none "
+            "of its steps. To train on all tasks, start the program with `srun python train.py` or `tfring launch "
+            "train.py`.",
             stacklevel=3,
         )
 

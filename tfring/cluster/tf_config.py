@@ -49,7 +49,7 @@ def parse(value: str | Mapping[str, Any]) -> Parsed | None:
         if "sparseCluster" in config:
             what = (
                 'has a "sparseCluster", as Kubeflow writes with enableDynamicWorker: each worker then knows only '
-                "itself, and a ring has to know all. Turn enableDynamicWorker off"
+                "itself, but a ring needs all workers. Turn enableDynamicWorker off"
             )
             raise _error(what, config, sparseCluster={}, cluster=_EXAMPLE["cluster"], task=_EXAMPLE["task"])
         if config.get("task"):
@@ -114,7 +114,7 @@ def _load(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             config = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError) as error:
-            hint = " (JSON wants double quotes; put single ones around it all)" if "'" in value else ""
+            hint = " (JSON needs double quotes; put single quotes around all of it)" if "'" in value else ""
             raise _error(f"is not JSON: {error}{hint}", value) from None
     if not isinstance(config, Mapping):
         raise _error("is not a JSON object", value)
@@ -129,19 +129,19 @@ def _read_cluster(config: Mapping[str, Any]) -> dict[str, list[Any]]:
     for job, tasks in given.items():
         if isinstance(tasks, (str, Mapping)):
             mended = tasks.split(",") if isinstance(tasks, str) else list(tasks.values())
-            raise _error(f"gives {job!r} no list of addresses", config, cluster={**given, job: mended})
+            raise _error(f"has a {job!r} that is not a list of addresses", config, cluster={**given, job: mended})
         if not isinstance(tasks, (list, tuple)):
-            raise _error(f"gives {job!r} no list of addresses", config, cluster=_EXAMPLE["cluster"])
+            raise _error(f"has a {job!r} that is not a list of addresses", config, cluster=_EXAMPLE["cluster"])
     cluster = {job: list(tasks) for job, tasks in given.items() if tasks}
     for job in cluster:
         if job == "ps":
             what = (
-                'lists parameter servers ("ps"), and a ring has none: every worker holds all variables, and '
+                'lists parameter servers ("ps"), but a ring has none: every worker holds all variables, and '
                 "gradients are summed in a ring. Start the workers only, or make a tfring.ParameterServerStrategy"
             )
             raise _error(what, config, **_without(job, config, cluster))
         if job not in _JOBS:
-            what = f"has a job {job!r}, and jobs are chief, worker and evaluator"
+            what = f"has a job {job!r}, but jobs are chief, worker and evaluator"
             raise _error(what, config, **_renamed(job, config, cluster))
     if len(cluster.get("chief", [])) > 1:
         raise _error("lists more than one chief", config, **_all_workers(config, cluster))
@@ -161,7 +161,7 @@ def _read_addresses(
     for (job, index), address in zip(ring, addresses, strict=True):
         if address in owners:
             text = cluster[job][index]
-            what = f"gives {text!r} to both {owners[address]} and {job} {index}; each listens on its own"
+            what = f"gives {text!r} to both {owners[address]} and {job} {index}; each needs its own"
             raise _error(what, config, cluster=_each_on_its_own(cluster, ring, addresses))
         owners[address] = f"{job} {index}"
     return tuple(map(str, owners))
@@ -188,8 +188,8 @@ def _read_task(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> tupl
     task = config.get("task")
     if not task:
         what = (
-            'has no "task", so this process does not know which worker it is. For the first one (the others '
-            "likewise, each with its own index)"
+            'has no "task", so this process does not know which worker it is (below is the text for the '
+            "first one; each of the others has its own index)"
         )
         raise _error(what, config, task=first)
     if not isinstance(task, Mapping):
@@ -198,10 +198,10 @@ def _read_task(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> tupl
     if job == "evaluator":
         return job, 0
     if job == "ps":
-        what = "makes this process a parameter server, and tfring has none: start the workers only"
+        what = "makes this process a parameter server, but a ring has none: start the workers only"
         raise _error(what, config, task=first)
     if not isinstance(job, str) or job not in cluster:
-        what = f"has task type {job!r}, which is none of its jobs: {', '.join(cluster)}"
+        what = f"has task type {job!r}, which is not one of its jobs: {', '.join(cluster)}"
         raise _error(what, config, task={**task, "type": first["type"]})
     if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 10:
         index = int(index)  # TensorFlow accepts "0" as 0

@@ -34,7 +34,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """
     if RANK not in environ or not any(name in environ for name in VARIABLES[1:]):
         return None
-    remedy = f"Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
+    remedy = f"Write:\n  {_EXAMPLE}\nor remove the leftovers:\n  {unset(VARIABLES, environ)}"
     missing = [name for name in VARIABLES if not environ.get(name, "").strip()]
     if missing == [MASTER_ADDR, MASTER_PORT] and environ[WORLD_SIZE].strip() == "1":
         missing = []  # there is no other rank to connect with
@@ -51,7 +51,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
         address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"MASTER_ADDR={host!r}, MASTER_PORT={port!r} are not rank 0's host and a port of it. {error} {remedy}"
+            f"MASTER_ADDR={host!r}, MASTER_PORT={port!r} are not rank 0's host and port. {error} {remedy}"
         ) from None
     # torchrun's agent may listen at that port itself. Rank 0 then uses another port, derived from source and job.
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -74,5 +74,5 @@ def check_not_half(environ: Mapping[str, str]) -> None:
     if environ.get(WORLD_SIZE, "1").strip() not in ("", "0", "1") and environ.get(MASTER_ADDR):
         raise ConfigurationError(
             f"RANK is missing among {SOURCE}: WORLD_SIZE={environ[WORLD_SIZE]}, MASTER_ADDR={environ[MASTER_ADDR]} are "
-            f"set. Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
+            f"set. Write:\n  {_EXAMPLE}\nor remove the leftovers:\n  {unset(VARIABLES, environ)}"
         )

@@ -22,9 +22,9 @@ class UnresolvedCluster:
       source: Name of the source of these facts, for messages.
       job: A text that distinguishes jobs; the same on all ranks.
       host: Host of rank 0, as the other ranks reach it.
-      port: Port at which rank 0 listens; None for a port that is derived from `job`.
+      port: Port at which rank 0 listens; None for a port that is derived from `source` and `job`.
       remedy: The text to write if `host` turns out not to be rank 0's; empty unless `host` was inferred.
-      share: A function that sends a text of rank 0 to all ranks by means of the source; replaces `host`.
+      share: A function of the source that sends a text of rank 0 to all ranks; replaces `host`.
     """
 
     rank: int
@@ -75,11 +75,11 @@ def read_numbers(
         text = environ.get(name, "").strip()
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             received = f"{name}={text!r}" if name in environ else f"no {name}"
-            raise _error(f"{name} is a whole number", received, of, remedy)
+            raise _error(f"{name} must be a whole number", received, of, remedy)
         numbers.append(int(text))
     if not 0 <= numbers[0] < numbers[1]:
         received = f"{rank}={numbers[0]}, {world_size}={numbers[1]}"
-        raise _error(f"{rank} runs from 0 to {world_size} - 1", received, of, remedy)
+        raise _error(f"{rank} must be from 0 to {world_size} - 1", received, of, remedy)
     return numbers[0], numbers[1]
 
 
@@ -112,7 +112,7 @@ def read_mpi_task(
     rank, world_size, local_world_size = variables
     if rank not in environ and world_size not in environ:
         return None
-    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(variables, environ)}"
+    remedy = f"Start the program with `mpirun`, or remove the leftovers:\n  {unset(variables, environ)}"
     numbers = read_numbers(environ, rank, world_size, of=of, remedy=remedy)
     job = " ".join(environ[name] for name in jobs if name in environ)
     return MpiTask(*numbers, job, environ.get(local_world_size) == str(numbers[1]))

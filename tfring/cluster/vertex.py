@@ -43,8 +43,8 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         found = Cluster.from_tf_config({"cluster": cluster, "task": task})
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{VARIABLE} describes no ring; in the words of TF_CONFIG (workerpool0 is the chief, 1 the workers, 2 the "
-            f"parameter servers, 3 the evaluators): {error}"
+            f"{VARIABLE} does not describe a ring; in terms of TF_CONFIG (workerpool0 is the chief, 1 the workers, 2 "
+            f"the parameter servers, 3 the evaluators): {error}"
         ) from None
     if task["type"] == "evaluator":
         return Cluster.alone(f"{SOURCE} (evaluator)")

@@ -35,9 +35,9 @@ def check(ring: Ring, dataset: tf.data.Dataset) -> None:
     digest = int(tf.strings.to_hash_bucket_fast("\n".join(files), tf.int32.max))
     if world.agreed(digest, name="files of caches") is not None:
         raise ConfigurationError(
-            f"The file of dataset.cache({files[0]!r}), made before the strategy, is the same for all workers, and "
-            "TensorFlow lets one process write it. Make the dataset after `tfring.RingStrategy()`, which gives "
-            "each worker a name of its own, or write the rank into the name. (docs/data.md)"
+            f"The file of dataset.cache({files[0]!r}), made before the strategy, is the same for all workers, but "
+            "TensorFlow lets only one process write it. Make the dataset after `tfring.RingStrategy()`, which gives "
+            "each worker its own name, or put the rank into the name. (docs/data.md)"
         )
 
 

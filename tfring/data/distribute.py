@@ -61,8 +61,9 @@ def distribute_for_keras(
 ) -> tf.distribute.DistributedDataset:
     """Distributes any dataset for the Keras steps of `tfring._keras`, as `Shares` except with policies FILE and HINT.
 
-    The result is cached with the dataset for the next call. If the dataset consists of slices of arrays, or is an
-    `ArrayBatches`, its arrays have already been compared between ranks (_keras/agreement.py).
+    A single replica on a single worker gets the batches as they are. The result is cached with a `tf.data.Dataset` that
+    tfring distributes, for the next call. If the dataset consists of slices of arrays, or is an `ArrayBatches`, its
+    arrays have already been compared between ranks (_keras/agreement.py).
 
     Args:
       ring: The workers.
@@ -133,10 +134,10 @@ def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
     """
     if digest is not None and collectives.agreed(digest, name="seeds of shuffles") is None:
         raise MismatchError(
-            "The dataset is shuffled with another seed on another rank. Every rank draws the same rows in the same "
-            "order, and tfring cuts each rank's share from them. Give all ranks one seed (`dataset.shuffle(n, "
-            "seed=1)`, `keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
-            "(docs/data.md)"
+            "The dataset is shuffled with different seeds on different ranks. Every rank must draw the same rows in "
+            "the same order: tfring slices each rank's share from them. Use the same seed on all ranks "
+            "(`dataset.shuffle(n, seed=1)`, `keras.utils.set_random_seed(1)` before data is made), or make the dataset "
+            "after the strategy. (docs/data.md)"
         )
 
 

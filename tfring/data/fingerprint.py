@@ -14,7 +14,7 @@ from tfring.data.rows import num_rows
 
 _ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts may keep their copies in different folders
 _PATH_BYTES = 1024  # the longest string that may be a path
-_ROW_BYTES = 16384  # read of a row of numbers: a quarter at either end, and half of it spread in between
+_ROW_BYTES = 16384  # bytes read of a row of numbers: a quarter at either end, and half of them spread in between
 
 
 def of_batch(element: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:

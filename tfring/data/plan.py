@@ -179,8 +179,8 @@ class InputPlan:
         _, dataset = _tf.last_steps(self.dataset, lambda step: step.kind in _BETWEEN_BATCHES)
         if not plan_of(dataset).is_shared and any(plan_of(step.dataset).is_shared for step in self.steps):
             raise ConfigurationError(
-                f"A {type(dataset).__name__.strip('_')} follows `tfring.data.share`, and only map, prefetch, repeat, "
-                "take, skip, shuffle, cache and with_options may. Move that step before `share`, or use "
+                f"A {type(dataset).__name__.strip('_')} follows `tfring.data.share`, but only map, prefetch, repeat, "
+                "take, skip, shuffle, cache and with_options may follow it. Move that step before `share`, or use "
                 "`dataset.batch`."
             )
 
@@ -196,9 +196,9 @@ def plan_of(dataset: tf.data.Dataset) -> InputPlan:
 def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Replaces `dataset.batch(batch_size)`, so that maps after it run on this worker's rows alone.
 
-    A map of batches may use all rows of its batch, so by default every rank runs it on all rows and slices the result.
-    `share` declares that the following maps treat each row independently. The batches are those of `dataset.batch`, and
-    without a strategy nothing else changes.
+    A map of batches may use all rows of its batch, so by default every rank runs it on all rows and slices the result,
+    unless its operations are known to treat each row independently. `share` declares that all following maps do so. The
+    batches are those of `dataset.batch`, and without a strategy nothing else changes.
 
     Args:
       batch_size: Number of rows of a batch over all workers.

@@ -1,4 +1,4 @@
-"""Rows of a batch: counts and cuts them."""
+"""Counts and cuts the rows of a batch."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ def with_equal_rows(element: Any) -> Any:
         tf.raw_ops.Assert(
             condition=counts[0] == count,
             data=[
-                f"The first component of a batch has other rows than component {number}, and each replica gets its "
-                "share of the rows of all. A constant beside the rows, or a smaller batch, goes to every replica in "
-                "full if the first dimensions are static (`tensor.set_shape`, `drop_remainder=True`)."
+                f"The first component of a batch has a different number of rows than component {number}, but each "
+                "replica gets its share of the rows of every component. A constant next to the rows, or a smaller "
+                "batch, goes to every replica in full if the first dimensions are static (`tensor.set_shape`, "
+                "`drop_remainder=True`)."
             ],
         )
         for number, count in enumerate(counts[1:], 1)
@@ -202,7 +203,7 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     must not count: gradients, state, metrics and logs ensure this by `Step.active`.
 
     Returns:
-      The element, of the same structure, and a bool scalar tensor, or None if the number of rows is unknown.
+      The element, of the same structure, and a bool scalar tensor, whether it had rows; None if that is unknown.
     """
     rows = num_rows(element)
     if rows is None:

@@ -252,8 +252,8 @@ def _check_batched(spec: Any) -> None:
         shape = getattr(component, "shape", None)
         if isinstance(component, tf.TensorSpec) and shape is not None and shape.rank == 0:
             raise ValueError(
-                f"The elements of the dataset hold a scalar, element_spec={spec}, and RingStrategy cuts each batch "
-                "between rows, its first dimension. Call `dataset.batch(global_batch_size)` before the dataset reaches "
-                "the strategy, or set `options.experimental_distribute.auto_shard_policy = "
+                f"The elements of the dataset hold a scalar, element_spec={spec}, but RingStrategy slices each batch "
+                "along its first dimension, the rows. Call `dataset.batch(global_batch_size)` before the dataset "
+                "reaches the strategy, or set `options.experimental_distribute.auto_shard_policy = "
                 "tf.data.experimental.AutoShardPolicy.OFF`."
             )

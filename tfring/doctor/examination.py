@@ -247,7 +247,7 @@ class _Asking:
             return None
 
     def _neighbours(self) -> list[dict[str, Any]]:
-        """Measures pairs without a common rank at the same time: at most three rounds. Each is alone on its ranks."""
+        """Measures pairs without a common rank at once, in at most three rounds. Each pair is alone on its ranks."""
         size = self._cluster.world_size
         pairs = [[rank, (rank + 1) % size] for rank in range(size if size > 2 else 1)]
         odd = pairs[-1:] if size % 2 and size > 1 else []
@@ -297,7 +297,7 @@ class _Answering:
         self._seconds = seconds
         self._ended = threading.Event()
         self._heard_at: float | None = None
-        self._why = "it never asked"
+        self._why = "rank 0 never asked"
         self._lost = ""
 
     def run(self) -> int:
@@ -309,7 +309,7 @@ class _Answering:
             heard_at = self._heard_at
             if heard_at is None and time.monotonic() > started + patience:
                 where = self._cluster.addresses[0]
-                text = f"looked for rank 0 at {where} for {patience:g} s, and the examination never began: {self._why}."
+                text = f"looked for rank 0 at {where} for {patience:g} s, but the examination never began: {self._why}."
                 return _complain(self._cluster.rank, text)
             # While other ranks answer, or rank 0 waits for them.
             if heard_at is not None and time.monotonic() > heard_at + patience + 4 * _RING_SECONDS + _ANSWER_SECONDS:

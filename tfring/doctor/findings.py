@@ -57,7 +57,7 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
     yield from _of_connections(found)
     for rank, problem in found.get("lost", {}).items():
         who = _capital(named([rank], found))
-        yield Finding(f"{who} was there and is gone: {problem}.", "See what it printed, then run the command again.")
+        yield Finding(f"{who} was connected, but is gone: {problem}.", "Read its output, then run the command again.")
     ring = found.get("ring", {})
     if "problem" in ring:
         yield Finding(f"The ring does not form: {ring['problem']}", "Fix this and run the command again.")
@@ -171,11 +171,11 @@ def _of_hosts(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     oldest = ".".join(map(str, _requirements.OLDEST_KERAS))
     for version, ranks in _by(facts, lambda fact: fact["keras"]).items():
         if version is None or _numbers(version) < _requirements.OLDEST_KERAS:
-            what = f"{_on(ranks, facts)}: tfring needs Keras {oldest} or later, and there is {version or 'none'}."
+            what = f"{_on(ranks, facts)}: tfring needs Keras {oldest} or later, but {version or 'none'} is installed."
             yield Finding(what, f'Type: pip install "keras>={oldest}"')
     for backend, ranks in _by(facts, lambda fact: fact["keras_backend"]).items():
         if backend not in (None, "tensorflow"):
-            what = f"{_on(ranks, facts)}: Keras is set to run on {backend}, and tfring runs on TensorFlow."
+            what = f"{_on(ranks, facts)}: Keras is set to run on {backend}, but tfring runs on TensorFlow."
             yield Finding(what, "export KERAS_BACKEND=tensorflow")
     for name, label in (("tfring", "tfring"), ("tensorflow", "TensorFlow"), ("keras", "Keras")):
         versions = _by(facts, operator.itemgetter(name))
@@ -203,7 +203,7 @@ def _of_names(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     for (name, why), ranks in ranks_of.items():
         yield Finding(
             f"The host name {name!r} does not resolve on {_on(ranks, facts, capital=False)}: {why}.",
-            f"Correct it, write the host's address in its place, or add it to /etc/hosts or DNS. Look with:\n"
+            f"Correct it, write the host's address in its place, or add it to /etc/hosts or DNS. Check with:\n"
             f"  getent hosts {name}",
         )
 
@@ -217,8 +217,8 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
         where = f"{addresses[ranks[0]]}{' and others' if len(ranks) > 1 else ''}"
         detail = found["missing"][ranks[0]].get("detail")
         if kind == links.CONNECTED:
-            why = "a program of this cluster listens there, but no doctor"
-            do = "Start `tfring doctor` there, in place of training."
+            why = "a program of this cluster listens there, but not the doctor"
+            do = "Start `tfring doctor` there, instead of training."
         else:
             why, do = _explain(kind, detail, found["source"])
         if kind == links.REFUSED:
@@ -228,8 +228,8 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
         rows = found.get("connections", {}).items()
         reach = [rank for rank, row in rows if row.get(ranks[0], {}).get("kind") == links.CONNECTED]
         if reach and kind != links.CONNECTED:
-            why += f". It is there, for {ranks_in_words(reach)} can reach it, and rank 0 cannot"
-        yield Finding(f"{_capital(named(ranks, found))} never came. {where}: {why}.", do)
+            why += f". It is there: {ranks_in_words(reach)} can reach it, but rank 0 cannot"
+        yield Finding(f"{_capital(named(ranks, found))} never connected. {where}: {why}.", do)
 
 
 def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
@@ -270,31 +270,31 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
     return {
         links.REFUSED: (
             "refused: the host answers, but no process listens at that port",
-            "See that the address is that rank's own as others reach it, and that no firewall refuses the port.",
+            "Check that others reach that rank at this address, and that no firewall refuses the port.",
         ),
         links.TIMED_OUT: (
             "timed out: nothing comes back, as behind a firewall that drops packets",
             f"Open the port in the firewall between the two hosts, or {ports}",
         ),
         links.UNREACHABLE: (
-            f"unreachable: there is no way to it{words}",
+            f"unreachable: there is no route to it{words}",
             f"Fix the route between the two hosts, or {network}",
         ),
         links.UNRESOLVED: (f"the name does not resolve{words}", "Correct the name."),
         links.NO_ANSWER: (
-            "no answer: the port takes connections, and its program says nothing",
-            "Is the program there stopped, or another's? Stop it, or use another port.",
+            "no answer: the port accepts connections, but its program does not answer",
+            "Is the program there suspended, or someone else's? End it, or use another port.",
         ),
         links.ANOTHER_JOB: (
             "another job of tfring listens there",
-            "Stop it, or use other ports; and see that all ranks have the same list of addresses.",
+            "Stop it, or use other ports; and check that all ranks have the same list of addresses.",
         ),
         links.ANOTHER_RANK: (
             f"{detail or 'another rank'} answers there",
-            "Is the port forwarded, or are two ranks' addresses one? Give each rank the address it listens at.",
+            "Is the port forwarded, or do two ranks share an address? Give each rank the address it listens at.",
         ),
         links.ANOTHER_PROGRAM: (
-            f"a program that is not tfring's answers there{words}",
+            f"a program other than tfring answers there{words}",
             f"Stop it, or {ports}",
         ),
     }.get(kind, (f"failed{words}", "Fix this and run the command again."))
@@ -307,8 +307,8 @@ def _of_python(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     newest = ".".join(map(str, _requirements.NEWEST))
     for version, ranks in _by(facts, lambda fact: fact["tensorflow"]).items():
         if version and version != "unknown" and _numbers(version) > _requirements.NEWEST:
-            what = f"{_on(ranks, facts)}: TensorFlow {version} is newer than the last that tfring was tested on."
-            yield Finding(what, f'If something is odd: pip install "tensorflow-cpu<={newest}.*"')
+            what = f"{_on(ranks, facts)}: TensorFlow {version} is newer than the last that tfring was tested with."
+            yield Finding(what, f'If problems occur: pip install "tensorflow-cpu<={newest}.*"')
 
 
 def _of_memory(found: dict[str, Any]) -> Iterator[Finding]:
@@ -317,7 +317,7 @@ def _of_memory(found: dict[str, Any]) -> Iterator[Finding]:
         if problem:
             yield Finding(
                 f"{_on(ranks, facts)}: no shared memory ({problem}), so TCP is used within the host, which is slower.",
-                "Let the process make memory files (memfd_create); a sandbox or a memory limit may forbid it.",
+                "Allow the process to make memory files (memfd_create); a sandbox or a memory limit may forbid it.",
             )
     for pair in found.get("neighbours", []):
         first, second = pair["ranks"]
@@ -344,8 +344,8 @@ def _of_clocks(found: dict[str, Any]) -> Iterator[Finding]:
         if abs(clock["offset_seconds"]) - clock["uncertainty_seconds"] > _MAX_CLOCK_SECONDS:
             way = "ahead of" if clock["offset_seconds"] > 0 else "behind"
             yield Finding(
-                f"The clock of rank {rank} is {abs(clock['offset_seconds']):.1f} s {way} rank 0's. Training does not "
-                "mind, but times in logs and of files will mislead.",
+                f"The clock of rank {rank} is {abs(clock['offset_seconds']):.1f} s {way} rank 0's. Training is not "
+                "affected, but times in logs and of files are misleading.",
                 "Run a time service on the hosts (chrony, systemd-timesyncd).",
             )
 
@@ -364,8 +364,8 @@ def _of_interfaces(found: dict[str, Any]) -> Iterator[Finding]:
             seen.add(fact["host"])
             best = max(faster, key=lambda each: each["speed_megabits"])
             yield Finding(
-                f"{_on([rank], found['facts'])} uses {used['name']} ({speed / 1000:g} Gb/s), and has {best['name']} "
-                f"({best['speed_megabits'] / 1000:g} Gb/s) too.",
+                f"{_on([rank], found['facts'])} uses {used['name']} ({speed / 1000:g} Gb/s), but also has "
+                f"{best['name']} ({best['speed_megabits'] / 1000:g} Gb/s).",
                 f"If all hosts are on that network:\n  export TFRING_INTERFACE={best['name']}",
             )
 

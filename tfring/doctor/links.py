@@ -61,8 +61,8 @@ def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
     """Connects to a rank as the ring does, and asks for its rank.
 
     Returns:
-      A dict with `kind`; `detail`, the message of the error, if it is not a common one; and `local`, the local host
-      address of the connection, if there was one.
+      A dict with `kind`; `detail`, the reason as text, unless `kind` is CONNECTED or NO_ANSWER; and `local`, the
+      address of this host in the connection, if there was one.
     """
     try:
         found = dial.probe(cluster, rank, PROBE_SECONDS)

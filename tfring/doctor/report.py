@@ -74,7 +74,7 @@ def text(document: dict[str, Any]) -> str:
 def _verdict(found: dict[str, Any], num_hosts: int, problems: list[dict[str, Any]]) -> str:
     if problems:
         number = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        return f"Not ready: {number}, above, each with what to do."
+        return f"Not ready: {number}. See above for what to do."
     if found["world_size"] == 1:
         return f"Ready: 1 worker can train, alone ({found['source']})."
     num_servers = found["num_servers"]
@@ -155,7 +155,7 @@ def _addresses(document: dict[str, Any]) -> list[str]:
         hosts.setdefault(parse_address(address).host, []).append(rank)
     lines = []
     for number, ranks in enumerate(hosts.values()):
-        there = ", ".join(f"{addresses[rank]}{' (never came)' if rank in missing else ''}" for rank in ranks[:8])
+        there = ", ".join(f"{addresses[rank]}{' (never connected)' if rank in missing else ''}" for rank in ranks[:8])
         more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         lines.append(_line("" if number else "Addresses", f"{findings.ranks_in_words(ranks)}: {there}{more}"))
     return lines

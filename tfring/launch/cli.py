@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="module",
         nargs=argparse.REMAINDER,
         metavar="MODULE",
-        help="run a module, as `python -m`",
+        help="run a module, like `python -m`",
     )
     launch.add_argument(
         "--max-restarts",
@@ -252,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_parsed_by(options.parse_ops),
         default=options.DEFAULT_OPS,
         metavar="NAMES",
-        help=f"collectives, of {', '.join(options.FACTORS)} (default: {', '.join(options.DEFAULT_OPS)})",
+        help=f"collectives, from {', '.join(options.FACTORS)} (default: {', '.join(options.DEFAULT_OPS)})",
     )
     bench.add_argument(
         "--sizes",
@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
-    bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
+    bench.add_argument("--plot", metavar="FILE", help="plot bus bandwidth over size to FILE, such as bench.png")
     test = of_a_cluster(
         "test",
         _test,
@@ -283,11 +283,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", type=pathlib.Path, metavar="FOLDER", help="the directory of the trace")
     report.add_argument("--json", action="store_true", help="print one JSON document (docs/report.md)")
     report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write a Chrome trace of all ranks")
-    report.add_argument("--plot", metavar="FILE", help="draw a few steps of all ranks, such as steps.png")
+    report.add_argument("--plot", metavar="FILE", help="plot a few steps of all ranks to FILE, such as steps.png")
     completion_of = command(
         "completion",
         _completion,
-        help="print a script for completion in a shell",
+        help="print a shell completion script",
         description=texts.COMPLETION_HELP,
         epilog=texts.COMPLETION_EXAMPLES,
     )
@@ -314,7 +314,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     error = arguments.parser.error
     if arguments.module is not None:
         if not arguments.module or arguments.module[0].startswith("-"):
-            error("-m takes the name of a module, with its arguments after it")
+            error("-m needs the name of a module, followed by its arguments")
         command = ["-m", *arguments.module]
     elif not arguments.script:
         error("name a script or a module to run: tfring launch -n 2 train.py")
@@ -324,26 +324,26 @@ def _launch(arguments: argparse.Namespace) -> int:
             del command[0]
         script = command[0] if command else ""
         if script.endswith(".ipynb"):
-            error(f"a notebook is no program: {script!r}. Make one of it:\n  jupyter nbconvert --to script {script}")
+            error(f"a notebook is not a program: {script!r}. Convert it:\n  jupyter nbconvert --to script {script}")
         if script == "-":
-            error("a program cannot come from standard input: there is one, and several workers")
+            error("a program cannot come from standard input, which several workers cannot share")
         if not arguments.workdir and not os.path.exists(script):
             left_out = f". Leave out {script!r}" if os.path.basename(script).startswith("python") else ""
             error(f"no such script: {script!r} (from {os.getcwd()}){left_out}")
         if not arguments.workdir and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
-            error(f"a folder without __main__.py is no program: {script!r}. Give a script in it")
+            error(f"a folder without __main__.py is not a program: {script!r}. Name a script in it")
     if arguments.min_workers and not arguments.max_restarts:
-        error("--min-workers says with how many workers to restart: give --max-restarts too")
+        error("--min-workers sets the number of workers to restart with: add --max-restarts")
     try:
         seed = config.read("TFRING_SEED")
     except ConfigurationError as problem:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
     if arguments.max_workers and not arguments.hosts_from:
-        error("--max-workers is of the hosts of --hosts-from: leave it out, or give that")
+        error("--max-workers limits the hosts of --hosts-from: leave it out, or add --hosts-from")
     limits = Limits(arguments.max_restarts, arguments.min_workers)
     if arguments.max_worker_restarts and not arguments.servers:
-        error("--max-worker-restarts is of workers with parameter servers: give --servers too, or use --max-restarts")
+        error("--max-worker-restarts needs workers with parameter servers: add --servers, or use --max-restarts")
     servers = {
         "num_servers": arguments.servers,
         "max_server_restarts": arguments.max_server_restarts,
@@ -519,7 +519,7 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         "--encrypt",
         action="store_const",
         const="1",
-        help="encrypt by TLS what workers send over the network (default: TFRING_ENCRYPT, else off)",
+        help="encrypt with TLS what workers send over the network (default: TFRING_ENCRYPT, else off)",
     )
 
 
@@ -563,19 +563,19 @@ def _run(
     if not hosts and arguments.n is None:
         if "-n" in command:
             error("-n comes after the program's name, so it is an option of the program: put it before that name")
-        error("say how many workers with -n, or where with --hosts, --hostfile or --hosts-from")
+        error("set the number of workers with -n, or their hosts with --hosts, --hostfile or --hosts-from")
     _check_options_of_hosts(arguments, hosts, _SSH_OPTIONS + _OPTIONS_OF_STARTED + _OPTIONS_OF_ADDRESSES)
     if hosts and (servers or {}).get("max_worker_restarts"):
-        error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
+        error("--max-worker-restarts restarts only workers on this machine: start them with -n")
     if describes_a_cluster:
         error(
-            "TF_CONFIG is set, and so is -n or --hosts: both give the workers of the job. It is:\n"
+            "TF_CONFIG is set, and so is -n or --hosts: both define the workers of the job. TF_CONFIG is:\n"
             f"  {os.environ[tf_config.VARIABLE]}\n"
             f"Leave -n and --hosts out (and run a program by itself), or first:\n  unset TF_CONFIG"
         )
     for name in arguments.env:
         if name not in os.environ:
-            error(f"--env takes the name of a variable that is set, for its value stays off the command line: {name}")
+            error(f"--env needs the name of a variable that is set, as its value stays off the command line: {name}")
     if arguments.log_dir and not dry_run:
         try:
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
@@ -591,7 +591,7 @@ def _run(
     )
     at_first = num_workers(hosts) or arguments.n
     if limits.min_workers and limits.min_workers > at_first:
-        error(f"--min-workers is at most the number of workers, {at_first}, not {limits.min_workers}")
+        error(f"--min-workers is {limits.min_workers}, more than the number of workers, {at_first}")
     if dry_run:
         num_servers = (servers or {}).get("num_servers", 0)
         print(plan.text([way.python if hosts else sys.executable, *command], hosts, at_first, num_servers, way))
@@ -652,10 +652,10 @@ class _Elsewhere(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         if option == "-H":
-            here = f"hosts, with the number of workers on each: --hosts {value or 'host1:4,host2:4'}"
+            here = f"--hosts {value or 'host1:4,host2:4'}: hosts, with the number of workers on each"
         else:
-            here = f"-n {value or 'N'}: all workers, on this machine; elsewhere --hosts host1:4,host2:4"
-        parser.error(f"{option} is an option of another launcher. Here it is {here}")
+            here = f"-n {value or 'N'}: all workers, on this machine; for other hosts --hosts host1:4,host2:4"
+        parser.error(f"{option} is an option of another launcher. Use {here}")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -70,14 +70,14 @@ class OtherProtocolError(wire.WireError):
     """The other side runs another tfring.
 
     >>> str(OtherProtocolError("agent", "tfring 7.8.9 (protocol 99)"))
-    'The agent is of tfring 7.8.9 (protocol 99), and its launcher of ... Install the same tfring on all hosts.'
+    'The agent runs tfring 7.8.9 (protocol 99), but its launcher runs ... Install the same tfring on all hosts.'
     """
 
     def __init__(self, role: str, theirs: str) -> None:
         ours = f"tfring {__version__} (protocol {PROTOCOL})"
         agent, launcher = (theirs, ours) if role == "agent" else (ours, theirs)
         super().__init__(
-            f"The agent is of {agent}, and its launcher of {launcher}. Install the same tfring on all hosts."
+            f"The agent runs {agent}, but its launcher runs {launcher}. Install the same tfring on all hosts."
         )
 
 
@@ -90,7 +90,7 @@ class Reader:
     """Extracts messages from the data that the other side sends after its greeting.
 
     Args:
-      role: Role of the other side: "agent" or "launcher". Output of a login shell comes before an agent's greeting.
+      role: Role of the other side: "agent" or "launcher". Output of a login shell may precede an agent's greeting.
       expected: Format of the messages that may arrive.
     """
 

@@ -65,8 +65,8 @@ def ask_script(script: pathlib.Path, max_workers: int | None = None) -> list[Hos
         hosts = _parse_lines(run.stdout.decode())
     except (OSError, UnicodeDecodeError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
-            f"The program of --hosts-from, {str(script)!r}, names no hosts ({error}). It has to be executable "
-            "(chmod +x), begin with a line such as #!/bin/sh, print a host a line and end with exit code 0."
+            f"The program of --hosts-from, {str(script)!r}, names no hosts ({error}). It must be executable "
+            "(chmod +x), begin with a line such as #!/bin/sh, print one host per line and end with exit code 0."
         ) from None
     return _first(_checked(hosts, str(script)) if hosts else [], max_workers)
 
@@ -121,11 +121,11 @@ def _parse_lines(text: str) -> list[Host]:
 def _parse_host(part: str, text: str) -> Host:
     match = re.fullmatch(r"((?:[A-Za-z0-9._-]+@)?)(\[[^\]]*\]|[^:\[\]]*)(?::([0-9]{1,4}))?", part)
     if match is None or match[1].startswith("-"):
-        raise ConfigurationError(f"{part!r} in {text!r} is no host. {_RULE}.")
+        raise ConfigurationError(f"{part!r} in {text!r} is not a host. {_RULE}.")
     try:
         parse_address(f"{match[2]}:1")
     except ConfigurationError as error:
-        raise ConfigurationError(f"{part!r} in {text!r} is no host. {_RULE}. {error}") from None
+        raise ConfigurationError(f"{part!r} in {text!r} is not a host. {_RULE}. {error}") from None
     if match[3] is not None and int(match[3]) == 0:
         raise ConfigurationError(f"{part!r} has no workers. {_RULE}. Leave the host out.")
     return Host(match[1] + match[2].strip("[]"), int(match[3] or 1))
@@ -138,5 +138,5 @@ def _checked(hosts: list[Host], text: str) -> list[Host]:
     for name in names:
         if names.count(name) > 1:
             total = sum(host.num_workers for host in hosts if host.name == name)
-            raise ConfigurationError(f'{name!r} stands twice in {text!r}. Write it once: "{name}:{total}".')
+            raise ConfigurationError(f'{name!r} occurs twice in {text!r}. Write it once: "{name}:{total}".')
     return hosts

@@ -35,14 +35,14 @@ _TERMINATE = ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 _PREEMPT = ((signal.SIGTERM, 25.0), (signal.SIGKILL, 5.0))  # lets tfring.callbacks.Backup save
 _KILL = ((signal.SIGKILL, 5.0),)
 
-_CAUSE_SECONDS = 2.0  # that the first to fail may take to exit after the others have noticed
-_SAME_ERROR_SECONDS = 1.0  # that the others may take, after the first traceback, to end with the same error
+_CAUSE_SECONDS = 2.0  # for the first to fail to exit after the others have noticed
+_SAME_ERROR_SECONDS = 1.0  # for the others to end with the same error, after the first traceback
 _RAISED = 1  # the exit code of Python after an uncaught error
 _MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; a later end has another cause
 
 _ALONE_SECONDS = 60.0  # after which a warning reports that the job has no ring; repeated at its end
 _CLOSE_SECONDS = 10.0  # for the connections to other hosts to close
-_LAST_WRITE_SECONDS = 2.0  # that a stopped job waits for a reader of its pending output
+_LAST_WRITE_SECONDS = 2.0  # for a stopped job to wait for a reader of its pending output
 _BACKLOG = 128  # pending connections of a worker
 _MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while this much is still to be shown
 
@@ -88,7 +88,8 @@ class Job:
       num_servers: Number of additional processes that serve parameters. Several hosts take them in turn.
       max_server_restarts: Maximum number of restarts of each server that keeps snapshots, in its place on this host.
       max_worker_restarts: The same for each worker whose loss the others survive.
-      log_dir: An existing folder for `rank-<rank>.log`, the full output of a worker. By default there are no logs.
+      log_dir: An existing folder for `rank-<rank>.log` and `server-<number>.log`, the full output of each process. By
+        default there are no logs.
       environ: Environment of the workers, to which the launcher adds variables. Defaults to the launcher's own.
       hosts: Hosts on which to start them, for `num_workers` in all. Defaults to this host.
       way: The command that reaches `hosts`, and the workers' environment there.
@@ -325,7 +326,7 @@ class Job:
         self.lost_hosts += late
         raise _CannotStartError(
             f"{', '.join(late)}: no answer within {self._start_seconds:g} s. Look for what hangs there: the login, the "
-            "disk with Python or the working folder. If it takes so long, give it more with --start-timeout."
+            "disk with Python or the working folder. If they are just slow, allow more time with --start-timeout."
         )
 
     def _on_host(self, host: RemoteHost) -> None:
@@ -336,7 +337,7 @@ class Job:
         except ValueError as error:
             host.kill()
             received = None
-            self._say(f"{host.name} does not speak as an agent of tfring does: {error}")
+            self._say(f"{host.name} does not answer like an agent of tfring: {error}")
         if received is None:
             self._on_host_gone(host)
             return
@@ -444,7 +445,7 @@ class Job:
         for surface in surfaces:
             problem = surface.take_problem()
             if problem is not None and surface is self._out and surface is not self._err:
-                self._say(f"standard output is gone ({problem}); the workers go on.")
+                self._say(f"standard output is gone ({problem}); the workers continue.")
             if surface.num_pending and surface not in self._writing:  # a file is never waited for
                 self._writing[surface] = surface.fd
                 self._selector.register(surface.fd, selectors.EVENT_WRITE, surface.flush)
@@ -479,10 +480,10 @@ class Job:
         if code == 0 or self._stop_code is not None:
             return
         if self._comes_into_training(worker):
-            self._start_again(worker, "it comes back into the epoch under way")
+            self._start_again(worker, "it comes back in the current epoch")
             return
         if self._is_spared(worker):
-            self._say(f"{worker.name} is lost: {_describe(code)}. The other workers go on.")
+            self._say(f"{worker.name} is lost: {_describe(code)}. The other workers continue.")
             self._end_those_started_again()
             return
         if self._comes_back(worker):
@@ -501,11 +502,13 @@ class Job:
 
     def _start_server_again(self, server: Worker) -> None:
         if server.rank in self._replicated and self._restarts.get(server.rank, 0) >= self._max_server_restarts:
-            self._say(f"{server.name} is lost: {_describe(server.exit_code)}. The servers that hold its shards go on.")
+            self._say(
+                f"{server.name} is lost: {_describe(server.exit_code)}. The servers that hold its shards continue."
+            )
         elif server.rank in self._replicated:
-            self._start_again(server, "the workers go on, and the servers that hold its shards fill it")
+            self._start_again(server, "the workers continue, and the servers that hold its shards copy them to it")
         else:
-            self._start_again(server, "the workers wait for it, and it goes on from its last snapshot")
+            self._start_again(server, "the workers wait for it, and it continues from its last snapshot")
 
     def _is_spared(self, worker: Worker) -> bool:
         """Returns whether the others continue without a failed worker: it has reported so, and one of them is left."""
@@ -565,7 +568,7 @@ class Job:
         return self._notes.get(rank, b"")
 
     def _another_may_be_first(self, worker: Worker) -> bool:
-        """Returns True if a running one may have failed before: a traceback comes a while before the end."""
+        """Returns True if a running worker may have failed before: a traceback comes a while before the end."""
         running = [other for other in self._workers if other.exit_code is None]
         tracebacks = [other.err.traceback_at for other in running if other.err.traceback_at is not None]
         return bool(running) and (worker.lost_a_peer or any(at < worker.failed_at for at in tracebacks))
@@ -672,7 +675,7 @@ class Job:
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
         which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:
-            which = "was preempted, and has saved what a tfring.callbacks.Backup goes on from"
+            which = "was preempted, and has saved the state that tfring.callbacks.Backup resumes from"
         text = f"{first.name} {which}: {_describe(first.exit_code)}."
         if alike:
             error = tracebacks.summary(first.error)
@@ -691,11 +694,11 @@ class Job:
             text += f" Stopped: {_ranks(stopped)}."
         text += self._sequel(self)
         if self._log_dir:
-            text += f" All it printed: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"
+            text += f" Its full output: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"
         self._say(text)
 
     def _ended_alike(self, first: Worker) -> list[Worker]:
-        """Returns the workers that ended with the first failure's error, unless that is the end of another process."""
+        """Returns the workers that ended with the first failure's error, unless that is the loss of another process."""
         if first.lost_a_peer or first.exit_code != _RAISED:
             return []
         others = [worker for worker in self._workers if worker is not first and worker.exit_code]

@@ -29,7 +29,7 @@ def arguments_of(path: pathlib.Path, parser: argparse.ArgumentParser) -> list[st
     try:
         table: Any = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read ({error}). It has to be a file of TOML.") from None
+        raise ConfigurationError(f"{path} cannot be read ({error}). It must be a TOML file.") from None
     where = str(path)
     if path.name == PYPROJECT:
         where += f", [{'.'.join(_TABLE)}]"
@@ -50,14 +50,14 @@ def _arguments(key: str, value: Any, options: Mapping[str, argparse.Action], whe
     if key not in options:
         near = difflib.get_close_matches(key, options, 3)
         meant = f"Did you mean {' or '.join(near)}?" if near else f"The options are {', '.join(sorted(options))}."
-        raise ConfigurationError(f"{where}: {key!r} is no option of tfring launch. {meant}")
+        raise ConfigurationError(f"{where}: {key!r} is not an option of tfring launch. {meant}")
     action = options[key]
     option = action.option_strings[0]
     is_flag, is_list = action.nargs == 0, isinstance(action, argparse._AppendAction)
     values = value if is_list and isinstance(value, list) else [value]
     wanted = bool if is_flag else str if is_list else (str, int, float)
     if not all(isinstance(each, wanted) and isinstance(each, bool) == is_flag for each in values):
-        rule = "true or false" if is_flag else "a list of texts" if is_list else "a text or a number"
+        rule = "true or false" if is_flag else "a list of strings" if is_list else "a string or a number"
         raise ConfigurationError(f"{where}: {key} = {value!r} is not {rule}.")
     if is_flag:
         return [option] if value else []

@@ -202,7 +202,7 @@ class Stream:
                 self._log.write(data)
             except OSError as error:
                 self._log = None
-                self._surface.write_line(f"tfring launch: no more log of rank {self._rank}: {error}".encode())
+                self._surface.write_line(f"tfring launch: the log of rank {self._rank} ends here: {error}".encode())
         if self._is_raw:
             self._show_raw(data)
         *lines, self._rest = (self._rest + data).split(b"\n")

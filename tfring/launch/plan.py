@@ -23,13 +23,13 @@ def text(command: Sequence[str], hosts: Sequence[Host], num_workers: int, num_se
       way: The command that reaches the hosts, and the environment there.
     """
     processes = _counted(num_workers, "worker") + (f" and {_counted(num_servers, 'server')}" if num_servers else "")
-    lines = [f"{processes} of: {shlex.join(command)}"]
+    lines = [f"{processes}, each running: {shlex.join(command)}"]
     first = 0
     for number, host in enumerate(hosts or [Host("this machine", num_workers)]):
         lines.append(f"{host.name}:")
         if hosts:
             there = shlex.join(way.connect(host.name, "..."))
-            lines.append(f"  by {there}, in {way.workdir}; threads and GPUs by what is there")
+            lines.append(f"  through {there}, in {way.workdir}; threads and GPUs depend on the host")
             passed_on = " ".join(sorted(way.environ))
             lines.append(f"  with {passed_on or 'no variable of this environment'}")
             lines.append("  workers listen at ports that are free when they start (--interface, --port-range)")

@@ -24,7 +24,7 @@ class Limits(NamedTuple):
     """The maximum number of restarts of all workers, and the minimum number of workers to restart with."""
 
     max_restarts: int
-    min_workers: int | None = None  # None: the number at the start
+    min_workers: int | None = None  # None: 1 with `ask` of `Restarts`, otherwise the number at the start
 
 
 class Restarts:
@@ -91,18 +91,18 @@ class Restarts:
         at_once = by_itself and job.seconds < _AT_ONCE_SECONDS
         failure = (first.exit_code, first.err.last_words()[0][-1:]) if first is not None and at_once else None
         if failure is not None and failure == self._failure_before:
-            return " Not restarted: it has failed at once, in the same way, before."
+            return " Not restarted: it failed early in the same way before."
         self._failure_before = failure
         self._failures_at_once = self._failures_at_once + 1 if at_once else 0
         if self._restart >= self._limits.max_restarts:
-            return f" Not restarted: all {self._limits.max_restarts} restarts are used."
+            return f" Not restarted: all {self._limits.max_restarts} restarts are used up."
         if self._ask is not None:
             self._hosts = self._hosts_now()
         without = self._leave_out(job.lost_hosts)
         self._goes_on = True
         return (
             f" Restart {self._restart + 1} of {self._limits.max_restarts}: all workers start again{without}, and "
-            "training goes on from its last tfring.callbacks.Backup, or from the start without one."
+            "training continues from its last tfring.callbacks.Backup, or from the start without one."
         )
 
     def _leave_out(self, lost: Sequence[str]) -> str:
@@ -140,7 +140,7 @@ class Restarts:
             if time.monotonic() >= end:
                 _say(
                     f"--hosts-from has named hosts for fewer than {self._least} workers for {self._ask_seconds:g} s. "
-                    "Give it more time with --start-timeout."
+                    "Allow more time with --start-timeout."
                 )
                 return exit_codes.CANNOT_START
             stop_code = interrupted(parent_gone, min(_ASK_SECONDS, self._ask_seconds / _MIN_ASKS))

@@ -42,12 +42,13 @@ examples:
 BENCH_HELP = """\
 Measures how fast the workers of a cluster exchange data. It times collectives, the operations that all workers call
 together, such as all_reduce, which sums gradients in training. The columns are those of nccl-tests: time, size / time
-(algbw), bytes per second on the slowest connection (busbw), and the share of what the machines reach without tfring in
-the same run: by sockets between hosts, by copies of memory within a host. Uses NumPy and does not import TensorFlow.
+(algbw), bytes per second on the slowest connection (busbw), and the share of the speed that the machines reach without
+tfring in the same run: by sockets between hosts, by copies of memory within a host. Uses NumPy and does not import
+TensorFlow.
 
 where:
-  -n, --hosts and --hostfile start the workers, as `tfring launch` does. Without them, start it with what starts your
-  program, such as mpirun or srun.
+  -n, --hosts and --hostfile start the workers, as `tfring launch` does. Without them, start it as you start your
+  program, with mpirun or srun.
 """
 BENCH_EXAMPLES = """\
 examples:
@@ -57,11 +58,11 @@ examples:
 """
 TEST_HELP = """\
 Trains a small model on all ranks for 60 steps, and the same model with the same batches on rank 0 alone. Prints rows
-per second of both, and the difference of their weights. Run it first on a cluster that `tfring doctor` calls ready:
-it uses TensorFlow, Keras and the GPUs, if any, in a complete training.
+per second of both, and the difference between their weights. Run it first on a cluster that `tfring doctor` calls
+ready: it uses TensorFlow, Keras and the GPUs, if any, in a complete training.
 
 where:
-  Start it as `tfring doctor`: with what starts your program, or with -n, --hosts or --hostfile.
+  Start it like `tfring doctor`: as you start your program, or with -n, --hosts or --hostfile.
 
 exit code:
   0 if the weights equal those of one process up to rounding, else 1.
@@ -74,11 +75,10 @@ examples:
   srun -n 8 tfring test --json
 """
 REPORT_HELP = """\
-Says in a few sentences what a run did and what to look at: how long, how many steps a second, the share of
-communication, a rank that is slow. Tables show how the ranks spend a step and who waits for whom: input, Python,
-TensorFlow's start of a step, compute, waiting, sending and receiving, adding. Reads the files that each rank writes to
-the directory of RingStrategy(trace="directory") or TFRING_TRACE. If each host has its own, copy them into one directory
-first.
+Describes in a few sentences what a run did and what to look at: its duration, steps per second, the share of
+communication, a slow rank. Tables show how the ranks spend a step and who waits for whom: input, Python, the start of a
+step in TensorFlow, compute, waiting, sending and receiving, adding. Reads the files that each rank writes to the
+directory of RingStrategy(trace="directory") or TFRING_TRACE. If each host has its own, copy the files into one first.
 
 exit code:
   0, or 1 if the directory has no such files or those of different runs.

@@ -72,7 +72,7 @@ def start(
     variables.setdefault("PYTHONUNBUFFERED", "1")  # output is shown as soon as it is printed
     variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows its place
     if cluster.local_world_size <= _MOST_RANKS_A_CPU * cpus:
-        variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin in pages of 4 kB
+        variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors get pages of 4 kB
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     taken, taken_end = os.pipe()

@@ -27,9 +27,9 @@ def check_ids(ids: Any, combiner: str | None, name: str) -> None:
     layout = _layout(ids)
     if layout != "dense" and (combiner is None or len(ids.shape) != 2):
         raise ConfigurationError(
-            f"{layout.capitalize()} ids of {name!r} have shape {tuple(ids.shape)} and combiner={combiner!r}. A "
-            "combiner makes one row of the ids of each example, [examples, ids], and sparse and ragged ids need one. "
-            "Give it a combiner, or dense ids (`to_tensor()`, `tf.sparse.to_dense`)."
+            f"{layout.capitalize()} ids of {name!r} have shape {tuple(ids.shape)} and combiner={combiner!r}. Sparse "
+            "and ragged ids must be [examples, ids] and need a combiner, which makes one row per example. Set a "
+            "combiner, or pass dense ids (`to_tensor()`, `tf.sparse.to_dense`)."
         )
 
 
@@ -64,7 +64,9 @@ def combined(rows: tf.Tensor, ids: Any, weights: Any, combiner: str, mask_zero: 
       ValueError: If the weights have another layout.
     """
     if weights is not None and _layout(weights) != _layout(ids):
-        raise ValueError(f"The weights are {_layout(weights)} and their ids {_layout(ids)}. Both have one layout.")
+        raise ValueError(
+            f"The weights are {_layout(weights)}, but their ids are {_layout(ids)}. Both must have the same layout."
+        )
 
     def total(values: tf.Tensor) -> tf.Tensor:
         if isinstance(ids, tf.RaggedTensor):

@@ -68,7 +68,7 @@ def converted(
     def rebuild(model: keras.Model) -> keras.Model:
         if not is_functional(model):
             raise ValueError(
-                f"{model.name} is a {type(model).__name__}, and only functional and sequential models can be rebuilt "
+                f"{model.name} is a {type(model).__name__}, but only functional and sequential models can be rebuilt "
                 "layer by layer. Use the new layer in its source."
             )
         call_function = None if isinstance(model, keras.Sequential) else call

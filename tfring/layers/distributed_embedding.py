@@ -113,8 +113,8 @@ class DistributedEmbedding(keras.layers.Layer):
         is_complete = isinstance(kinds, Mapping) and kinds.keys() == sizes.keys()
         if not is_complete or any(kind not in KINDS for kind in kinds.values()):
             raise ConfigurationError(
-                f"`plan` is {kinds!r} for tables {', '.join(sizes)}, and gives each table one of {KINDS}. Make it by "
-                "tfring.parallel.plan_tables, or give a dict."
+                f"`plan` is {kinds!r} for tables {', '.join(sizes)}, but must give each table one of {KINDS}. Make it "
+                "with tfring.parallel.plan_tables, or pass a dict."
             )
         return dict(kinds)
 
@@ -179,7 +179,7 @@ class DistributedEmbedding(keras.layers.Layer):
     def _flat(self, name: str, structure: Any) -> list:
         if _paths_of(structure) != self._paths:
             raise ValueError(
-                f"`{name}` have the structure {_shown(_paths_of(structure))}, and `feature_configs` "
+                f"`{name}` have the structure {_shown(_paths_of(structure))}, but `feature_configs` have "
                 f"{_shown(self._paths)}."
             )
         return keras.tree.flatten(structure)
@@ -218,7 +218,7 @@ class DistributedEmbedding(keras.layers.Layer):
         received = {name: tuple(table.shape) for name, table in embedding_tables.items()}
         shapes = {table.name: (table.vocabulary_size, table.embedding_dim) for table in self._tables}
         if received != shapes:
-            raise ValueError(f"The tables given to {self.name!r} have shapes {received}, and its own {shapes}.")
+            raise ValueError(f"The tables given to {self.name!r} have shapes {received}, but its own have {shapes}.")
         for stack in self._stacks:
             stack.assign(embedding_tables)
 
@@ -234,8 +234,8 @@ class DistributedEmbedding(keras.layers.Layer):
         store = stores.InBlocks(store)
         if len(store.keys()) != len(self._tables):
             raise ValueError(
-                f"The file has {len(store.keys())} tables, and {self.name!r} has {len(self._tables)}. Make the layer "
-                "with the tables of the file, or give it another."
+                f"The file has {len(store.keys())} tables, but {self.name!r} has {len(self._tables)}. Make the layer "
+                "with the tables of the file, or load another file."
             )
         self.set_embedding_tables({table.name: store[str(number)] for number, table in enumerate(self._tables)})
 

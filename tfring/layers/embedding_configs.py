@@ -24,7 +24,8 @@ class TableConfig:
     Args:
       name: Name of the table, unique among the tables of the layer.
       vocabulary_size: Number of rows. Ids range from 0 to `vocabulary_size - 1`.
-      embedding_dim: Number of columns. Tables with the same number of columns share a weight.
+      embedding_dim: Number of columns. Tables with the same number of columns share a weight; those sharded by columns
+        share another, and each replicated table has its own.
       initializer: A Keras initializer. Defaults to "uniform".
       optimizer: Must be None (default): the model's optimizer updates tables.
       combiner: How to combine the rows of an example's ids: "mean" (default), "sum" or "sqrtn". With None each id keeps
@@ -54,13 +55,13 @@ class TableConfig:
         check_combiner(self.combiner, self.name)
         if self.optimizer is not None:
             raise ConfigurationError(
-                f"Table {self.name!r} has optimizer={self.optimizer!r}, and the optimizer given to `compile` updates "
+                f"Table {self.name!r} has optimizer={self.optimizer!r}, but the optimizer given to `compile` updates "
                 "tables. Give the table optimizer=None."
             )
         if self.placement not in _PLACEMENTS:
             raise ConfigurationError(
                 f"Table {self.name!r} has placement={self.placement!r}, not one of {_PLACEMENTS}: workers, which have "
-                "no SparseCore, hold the rows. Leave it out, and give `plan` to DistributedEmbedding."
+                "no SparseCore, hold the rows. Leave it out, and pass `plan` to DistributedEmbedding."
             )
 
 
@@ -113,7 +114,7 @@ def _fields_of(kind: type, config: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind)]
     if missing := [name for name in names if not hasattr(config, name)]:
         raise ConfigurationError(
-            f"`feature_configs` has {config!r}, a {kind.__name__} without {', '.join(missing)}. It is a nested "
+            f"`feature_configs` has {config!r}, a {kind.__name__} without {', '.join(missing)}. It must be a nested "
             "structure of FeatureConfig, each with a TableConfig. Use those of tfring.layers or of keras_rs.layers."
         )
     return {name: getattr(config, name) for name in names}

@@ -29,7 +29,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     of `keras.layers.MultiHeadAttention`. If the mesh has no model axis, and in one process, it is that layer.
 
     Every call is a collective of the axis. `weights`, `get_weights` and files work as described in `ShardedDense`. With
-    `dropout` the heads of each worker drop the same positions.
+    `dropout` all workers drop the same positions of their heads.
 
     Args:
       num_heads: Number of attention heads. Each worker along the axis has the same number of them.
@@ -143,8 +143,8 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if self._ranks is not None:
             if return_attention_scores:
                 raise ConfigurationError(
-                    f"{self.name!r} cannot return attention scores (return_attention_scores=True), for a worker has "
-                    "those of its heads only. Leave it out, or use keras.layers.MultiHeadAttention."
+                    f"{self.name!r} cannot return attention scores (return_attention_scores=True): a worker has only "
+                    "those of its own heads. Leave it out, or use keras.layers.MultiHeadAttention."
                 )
             copies = {id(each): self._ranks.copied(tf.convert_to_tensor(each)) for each in given if each is not None}
         masked = [each for each in given if getattr(each, "_keras_mask", None) is not None and id(each) in copies]

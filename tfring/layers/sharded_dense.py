@@ -96,21 +96,25 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         self._check()
         self._ranks: ReplicatedInputMatmul | DataParallelMatmul | None = None
         self._features: int | None = None  # of all workers, if they are sharded
-        self._is_of_one_process = False  # the input shape of `build`
+        self._is_of_one_process = False  # whether `build` gets the input shape of one process
 
     def _check(self) -> None:
         of_kernel = {"kernel_regularizer": self.kernel_regularizer, "kernel_constraint": self.kernel_constraint}
         of_bias = {"bias_regularizer": self.bias_regularizer, "bias_constraint": self.bias_constraint}
         check_sharded_arguments(self, **of_kernel, **(of_bias if self.split == "columns" else {}))
         if not self.gather_output and self.split == "rows":
-            raise _wrong(self, "outputs of columns are gathered, those of rows are summed", "gather_output=False")
+            raise _wrong(self, "only outputs of columns are gathered; those of rows are summed", "gather_output=False")
         if self.input_is_parallel and self.split == "columns":
-            raise _wrong(self, "columns need all inputs, rows their own", "input_is_parallel=True")
+            raise _wrong(self, "columns need all inputs, rows only their own", "input_is_parallel=True")
         activation = getattr(self.activation, "__name__", "")
         if not self.gather_output and activation in _OVER_UNITS:
-            raise _wrong(self, f"{activation} looks at all units", f"gather_output=False, activation={activation!r}")
+            raise _wrong(self, f"{activation} needs all units", f"gather_output=False, activation={activation!r}")
         if not self.gather_output and self.activity_regularizer is not None:
-            raise _wrong(self, "a worker has no outputs of others", "gather_output=False with an activity_regularizer")
+            raise _wrong(
+                self,
+                "a worker does not have the outputs of others",
+                "gather_output=False with an activity_regularizer",
+            )
 
     def build(self, input_shape: Any) -> None:
         group = self.shard_group = ShardGroup.of(self.axis, "ShardedDense", "keras.layers.Dense")
@@ -173,7 +177,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         if bias is not None and partition.is_noted():
             bias = partition.declare_gradient(bias, "mean")
         if partition.is_noted():
-            inputs = partition.expect(inputs, "rows", "what a sharded layer is given")
+            inputs = partition.expect(inputs, "rows", "the inputs of a sharded layer")
         with partition.own():
             outputs = self._product(self._ranks, inputs, kernel, bias)
         if partition.is_noted():
@@ -228,9 +232,9 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
 
 def _wrong(layer: keras.layers.Layer, rule: str, received: str) -> ConfigurationError:
     return ConfigurationError(
-        f"ShardedDense {layer.name!r} does not take {received} with split={layer.split!r}, axis={layer.axis!r}: "
-        f"{rule}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with columns and "
-        "the layer with rows after it, with only element-wise layers between."
+        f"ShardedDense {layer.name!r} does not support {received} with split={layer.split!r}, axis={layer.axis!r}: "
+        f"{rule}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with "
+        "split='columns' and a layer with split='rows' after it, with only element-wise layers in between."
     )
 
 

@@ -39,7 +39,8 @@ class ShardedEmbedding(keras.layers.Embedding):
       output_dim: Number of columns of the table.
       embeddings_initializer: Initializer of the table. A table of up to 16,777,216 elements is drawn in full, as
         `keras.layers.Embedding` draws it. A larger one is drawn in blocks of rows, the same for any number of workers,
-        by one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal. Defaults to "uniform".
+        by one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal, or VarianceScaling with
+        `mode="fan_out"`. Defaults to "uniform".
       mask_zero: Whether id 0 is padding, which is masked and not counted by a `combiner`. Defaults to False.
       combiner: How to combine the rows of the ids along the last axis: None (default) for not at all; "sum" for
         `sum w_i r_i`; "mean" and "sqrtn" for the same divided by `sum w_i` and by `sqrt(sum w_i^2)`. The result is
@@ -165,8 +166,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         shape = (self.input_dim, self.output_dim)
         if tuple(store["0"].shape) != shape:
             raise ValueError(
-                f"The file has a table of shape {tuple(store['0'].shape)}, and {self.name!r} of shape {shape}. Make "
-                "the layer as large as the table in the file, or give it another."
+                f"The file has a table of shape {tuple(store['0'].shape)}, but {self.name!r} has one of shape {shape}. "
+                "Make the layer as large as the table in the file, or load another file."
             )
         self._embeddings.assign(store["0"])
 

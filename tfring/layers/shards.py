@@ -49,7 +49,7 @@ class ShardedWeights(keras.layers.Layer):
             raise ConfigurationError(
                 f"{name!r} of {self.name!r} has shape {tuple(shape)}, too small along dimension {dimension} to give "
                 f"each of {len(sharding.parts)} workers a shard. Use fewer workers along the {self.shard_group.axis} "
-                "axis, or the layer of Keras."
+                "axis, or Keras' own layer."
             )
         if regularizer is not None:
             regularizer = _FullRegularizer(regularizer, self.shard_group, f"regularizer of {name}")
@@ -71,8 +71,8 @@ class ShardedWeights(keras.layers.Layer):
             sharding = sharding_of(variable)
             if sharding is not None and str(number) in stored and tuple(store[str(number)].shape) != sharding.shape:
                 raise ValueError(
-                    f"The file has shape {tuple(store[str(number)].shape)} for {variable.name!r} of {self.name!r}, "
-                    f"whose full value has shape {sharding.shape}."
+                    f"The file has shape {tuple(store[str(number)].shape)} for {variable.name!r} of {self.name!r}, but "
+                    f"its full value has shape {sharding.shape}."
                 )
         super().load_own_variables(store)
 
@@ -118,6 +118,6 @@ def check_sharded_arguments(layer: keras.layers.Layer, **given: Any) -> None:
         shown = getattr(value, "__name__", kind.__name__)
         raise ConfigurationError(
             f"{name}={shown} of {layer.name!r} needs the full weight, which no worker of a {type(layer).__name__} has. "
-            f"It takes regularizers that are sums over elements, {', '.join(_SUMS)}, and the constraint NonNeg. Use a "
-            "layer of Keras, or leave it out."
+            f"It supports regularizers that are sums over elements, {', '.join(_SUMS)}, and the constraint NonNeg. Use "
+            "Keras' own layer, or leave it out."
         )

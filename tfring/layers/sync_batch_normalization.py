@@ -114,7 +114,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if synchronization not in _SYNCHRONIZATIONS:
             raise ValueError(f"`synchronization` is {synchronization!r}, not one of {_SYNCHRONIZATIONS}.")
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-            raise ValueError(f"`sync_every` is {sync_every!r}, not a whole number of steps, 1 or more.")
+            raise ValueError(f"`sync_every` is {sync_every!r}, not a number of steps (an integer of at least 1).")
         kwargs["synchronized"] = True
         super().__init__(
             axis=axis,
@@ -160,7 +160,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise ValueError(
-                f"`mask` has shape {mask.shape}, and not one dimension less than the inputs, of shape {inputs.shape}."
+                f"`mask` has shape {mask.shape}, not one dimension less than the inputs, which have shape "
+                f"{inputs.shape}."
             )
         if not (training and self.trainable):
             return super().call(inputs, training=False, mask=mask)

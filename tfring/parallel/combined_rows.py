@@ -45,13 +45,13 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
     do, may = partition.combined_rows(found)
     if do:
         raise ConfigurationError(
-            f"A Pipeline computes {running.parts} parts of a batch one by one, and {name} combines the rows of all: "
-            f"{do}. What comes of some rows is not what comes of all. Compute each row by itself and take means over "
+            f"A Pipeline computes {running.parts} parts of a batch one by one, but {name} combines the rows of all: "
+            f"{do}. The result for some rows is not the result for all. Compute each row by itself and take means over "
             "rows, or make the Pipeline with num_microbatches=1 and data=1."
         )
     if may:
         _log.warning(
-            "A Pipeline computes %d parts of a batch one by one, and %s may combine the rows of all: %s. If it does, "
+            "A Pipeline computes %d parts of a batch one by one, but %s may combine the rows of all: %s. If it does, "
             "the result differs from that of one process (docs/pipeline.md).",
             running.parts,
             name,

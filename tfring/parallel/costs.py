@@ -86,7 +86,7 @@ def _check(model: keras.Model, **numbers: int) -> None:
     for name, number in numbers.items():
         least = 0 if name == "slots" else 1
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ConfigurationError(f"`{name}` is {number!r}, not a whole number, {least} or more.")
+            raise ConfigurationError(f"`{name}` is {number!r}, not an integer of at least {least}.")
     divided = [v.path for v in model.weights if is_sharded_along(v, "pipeline")]
     if divided:
         raise ConfigurationError(

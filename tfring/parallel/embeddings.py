@@ -23,7 +23,7 @@ def shard_embeddings(
     Every `keras.layers.Embedding` with at least `min_rows` rows becomes a `tfring.layers.ShardedEmbedding`, also inside
     nested models and wrappers. Call it in the scope of the strategy that will train the copy, on all ranks, then
     compile the copy: it is not compiled. By then each worker has held the full tables of `model`. Make a table that
-    does not fit into one worker as a ShardedEmbedding from the start.
+    does not fit into the memory of a worker as a ShardedEmbedding from the start.
 
     Args:
       model: A built functional or sequential model.

@@ -5,7 +5,7 @@ stage s      receive inputs ─► forward ─► send outputs                  
              receive gradients of outputs ─► backward ─► send those of inputs       "gradients", from higher to lower
 ```
 
-A send waits for its receive, so the two directions use two channels and neither waits for the other. Within a channel
+A send may wait for its receive, so the two directions use two channels: neither waits for the other. Within a channel
 all ranks handle the messages in the same order, by microbatch, then by source and destination. Computation follows the
 order of the table by control dependencies, so a stage holds the activations of no more microbatches than the table has.
 
@@ -42,8 +42,8 @@ class Microbatch:
 
     Attributes:
       number: The number of the microbatch, from 0.
-      rows: The number of rows, an int or int64 scalar. If it is 0, the microbatch holds a row of another one that does
-        not count.
+      rows: The number of rows, an int or int64 scalar. If it is 0, the microbatch holds a row of another one, which
+        does not count.
       share: The share of the rows of the worker's batch, a float64 scalar.
       enlarged: A power of two by which gradients are divided during the backward pass, since those of the mean over a
         microbatch can overflow float16 when those of the mean over the batch do not.
@@ -176,8 +176,8 @@ class Passes:
         rows = num_rows(element)
         if rows is None:
             raise ConfigurationError(
-                f"The batch has no rows, {tf.nest.flatten(element)}, and a Pipeline cuts a batch between rows, along "
-                "the first dimension of its tensors."
+                f"The batch has no rows, {tf.nest.flatten(element)}, but a Pipeline slices a batch by rows, along the "
+                "first dimension of its tensors."
             )
         replicas = self._ring.num_replicas
         return [Microbatch(number, count, element, rows, replicas) for number in range(count)]
@@ -273,7 +273,7 @@ class Passes:
     # -- losses and metrics ----------------------------------------------------------------------------------------
 
     def _loss_of(self, batch: Microbatch | _Batch, values: dict[int, Any], training: bool) -> tf.Tensor | None:
-        """Returns the losses that this stage's layers add, on the last stage with the compiled loss; None if none."""
+        """Returns the sum of this stage's added losses, on the last stage with the compiled loss; None if none."""
         pipeline = self._pipeline
         if self.is_last:
             y_pred = self._packed([values[id(tensor)] for tensor in self._staged.model.outputs])
@@ -329,7 +329,7 @@ class Passes:
         self._pipeline.optimizer.apply_gradients(zip(every, variables, strict=True))
 
     def _refuse_written(self, microbatches: Sequence[Microbatch], recompute: bool) -> None:
-        """Refuses layers that write state: they would write it once per pass, which one process does not."""
+        """Refuses layers that write state, unless there is one pass: one process writes it once per step."""
         written = [variable for microbatch in microbatches for variable, *_ in microbatch.step.written]
         around = step.current()
         if len(microbatches) == 1 and not recompute:

@@ -75,8 +75,8 @@ class Pipeline(keras.Model):
         ring = ring_of_model(model)
         if ring is None and current_ring() is not None:
             raise ConfigurationError(
-                f"Model {model.name!r} was made outside of the scope of the strategy whose Pipeline it goes into. Move "
-                "the lines that make it inside `with strategy.scope():`."
+                f"Model {model.name!r} was made outside of the scope of its Pipeline's strategy. Move the lines that "
+                "make it inside `with strategy.scope():`."
             )
         self._schedule: Schedule = plan_schedule(schedule, len(staged.stages), num_microbatches)
         with contextlib.nullcontext() if ring is None else ring.scope():
@@ -143,8 +143,8 @@ class Pipeline(keras.Model):
         given = inspect.signature(super().compile).bind(*args, **kwargs).arguments
         if self._passes is not None and given.get("jit_compile", "auto") not in (False, "auto"):
             raise ConfigurationError(
-                f"jit_compile={given['jit_compile']} does not go with a Pipeline of several stages: XLA would compile "
-                "parts of its passes in an order of its own. Leave it out."
+                f"jit_compile={given['jit_compile']} cannot be used with a Pipeline of several stages: XLA would "
+                "compile parts of its passes in its own order. Leave it out."
             )
         super().compile(*args, **kwargs)
         if self._passes is not None and self.num_microbatches > 1:
@@ -168,7 +168,10 @@ class Pipeline(keras.Model):
         return self.model.save_weights(*args, **kwargs)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `load_weights` of the model that the Pipeline was made from, for its files and those of others."""
+        """Calls `load_weights` of the model that the Pipeline was made from.
+
+        It loads files of that model and of Pipelines with any number of stages.
+        """
         return self.model.load_weights(*args, **kwargs)
 
 
@@ -178,19 +181,19 @@ def _check(
     mesh = ring.mesh
     if len(staged.stages) != mesh.pipeline:
         raise ConfigurationError(
-            f"`stages` has {len(staged.stages) - 1} names, which make {len(staged.stages)} stages, and {mesh} needs a "
-            f"stage for each worker along the pipeline axis. Give the names of {mesh.pipeline - 1} layers with which "
-            "stages begin."
+            f"`stages` has {len(staged.stages) - 1} names, which make {len(staged.stages)} stages, but {mesh} needs "
+            f"one stage for each worker along the pipeline axis. Give the names of {mesh.pipeline - 1} layers that "
+            "begin a stage."
         )
     given = [v for v in model.weights if is_sharded_along(v, "pipeline")]
     if given:
         raise ConfigurationError(
-            f"The model is in a Pipeline already, which gave {given[0].path!r} to a stage. A model goes into one "
+            f"The model is already in a Pipeline, which gave {given[0].path!r} to a stage. A model can be in only one "
             "Pipeline."
         )
     for layer in all_layers(model):
         if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
-            raise stages.full_weights_error(f"{type(layer).__name__} {layer.name!r}, with such weights")
+            raise stages.full_weights_error(f"{type(layer).__name__} {layer.name!r} has such weights")
     normalizations = batch_normalizations(model)
     if normalizations and (schedule.num_microbatches > 1 or recompute):
         layer = normalizations[0]
@@ -203,7 +206,7 @@ def _check(
     fixed = [tensor.name for tensor in staged.model.inputs if tensor.shape[0] is not None]
     if fixed and schedule.num_microbatches > 1:
         raise ConfigurationError(
-            f"An input of the model has a fixed number of rows, {fixed[0]!r}, and microbatches have fewer. Make it "
+            f"An input of the model has a fixed number of rows, {fixed[0]!r}, but microbatches have fewer. Make it "
             "with keras.Input(shape), without a batch size."
         )
 
@@ -219,7 +222,7 @@ def _check_channels(passes: Passes, schedule: Schedule) -> None:
     if schedule != plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches):
         raise ConfigurationError(
             f"TensorFlow has {ops.num_threads('inter')} inter-op threads, too few for schedule=\"1f1b\": activations "
-            "and gradients travel at the same time, each on a thread. Set "
+            "and gradients travel at the same time, each on its own thread. Set "
             'tf.config.threading.set_inter_op_parallelism_threads(2), or use schedule="gpipe".'
         )
 
@@ -228,6 +231,6 @@ def _check_losses(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", None) == "mean_with_sample_weight":
             raise ConfigurationError(
-                f"{type(loss).__name__} has reduction='mean_with_sample_weight', and such a mean of a batch does not "
-                "follow from those of its microbatches. Use reduction='sum_over_batch_size', or num_microbatches=1."
+                f"{type(loss).__name__} has reduction='mean_with_sample_weight', but such a mean of a batch cannot be "
+                "computed from those of its microbatches. Use reduction='sum_over_batch_size', or num_microbatches=1."
             )

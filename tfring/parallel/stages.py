@@ -46,7 +46,7 @@ class Stage(keras.layers.Layer):
       training: The `training` argument of the model.
 
     Returns:
-      The same dict with the values of all tensors that the stage computes.
+      A dict of these values and those of all tensors that the stage computes.
     """
 
     def __init__(self, number: int, nodes: Sequence) -> None:
@@ -115,7 +115,7 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> StagedModel:
 
     Raises:
       ConfigurationError: If the model is of another kind, the names are not those of layers in the order of the model,
-        two stages would use the same layer, or a tensor cannot cross.
+        two stages would use the same variable, or a tensor cannot cross.
     """
     functional = functional_of(model)
     nodes = calls_of(functional)
@@ -134,7 +134,7 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
     """Returns the crossings between stages; `stage_of` gives the stage of each call of `nodes`.
 
     Raises:
-      ConfigurationError: If two stages would use the same layer, or a tensor cannot cross.
+      ConfigurationError: If two stages would use the same variable, or a tensor cannot cross.
     """
     _refuse_shared(nodes, stage_of)
     last = stage_of[-1]
@@ -172,14 +172,14 @@ def functional_of(model: Any) -> keras.Model:
         raise ConfigurationError(
             f"{getattr(model, 'name', model)!r}, a "
             f"{kind}{' that is not built' if isinstance(model, keras.Sequential) else ''}, has no layers that a "
-            "Pipeline can tell apart. It takes a built Sequential or functional model. Make it of keras.Input and "
-            "layers."
+            "Pipeline can distinguish. A Pipeline needs a built Sequential or functional model. Make it from "
+            "keras.Input and layers."
         )
     plain = type(keras.Model(model.inputs, model.outputs))
     for method in ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"):
         if getattr(type(model), method) is not getattr(plain, method):
             raise ConfigurationError(
-                f"A model of class {type(model).__name__} has its own `{method}`, and a Pipeline has its own steps, in "
+                f"A model of class {type(model).__name__} has its own `{method}`, but a Pipeline has its own steps, in "
                 "which no rank holds the whole model. Use a plain functional model."
             )
     return model
@@ -257,8 +257,8 @@ def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
     """Returns the positions at which the stages after the first begin."""
     if not _are_names(names):
         raise ConfigurationError(
-            f"`stages` is {names!r}, not a list of the names of the layers with which the second stage begins, the "
-            "third, and so on."
+            f"`stages` is {names!r}, not a list of the names of the layers that begin the second stage, the third, and "
+            "so on."
         )
     order: dict[str, int] = {}
     for position, node in enumerate(nodes):
@@ -266,13 +266,13 @@ def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
     unknown = [name for name in names if name not in order]
     if unknown:
         raise ConfigurationError(
-            f"`stages` has {unknown[0]!r}, which is no layer of model {model.name!r}: {', '.join(map(repr, order))}."
+            f"`stages` has {unknown[0]!r}, which is not a layer of model {model.name!r}: {', '.join(map(repr, order))}."
         )
     begins = [order[name] for name in names]
     if begins != sorted(set(begins)) or begins[:1] == [0]:
         raise ConfigurationError(
-            f"`stages` is {list(names)!r}, not in the order of the model: {', '.join(map(repr, order))}. It names the "
-            "layers with which the second stage begins, the third, and so on, and each stage has a layer."
+            f"`stages` is {list(names)!r}, not in the order of the model: {', '.join(map(repr, order))}. It must name "
+            "the layers that begin the second stage, the third, and so on, and each stage needs a layer."
         )
     return begins
 
@@ -287,28 +287,28 @@ def _refuse_shared(nodes: Sequence, stage_of: Sequence[int]) -> None:
             if first != stage:
                 raise ConfigurationError(
                     f"{variable.path!r} is used by {name!r} in stage {first + 1} and by {node.operation.name!r} in "
-                    f"stage {stage + 1}, and a weight belongs to one stage of a Pipeline. Cut where both are in one "
-                    "stage, or give each its own weights: a keras.layers.Dense in place of the transpose of a table of "
-                    "embeddings."
+                    f"stage {stage + 1}, but a weight belongs to one stage of a Pipeline. Cut the model so that both "
+                    "are in one stage, or give each its own weights: a keras.layers.Dense instead of the transpose of "
+                    "an embedding table."
                 )
 
 
 def _check_crossing(tensor: Any, source: int, to: int) -> None:
-    where = f"between stages {source + 1} and {to + 1}: {tensor.name!r}, made by {tensor._keras_history[0].name!r}"
+    where = f"between stages {source + 1} and {to + 1} ({tensor.name!r}, made by {tensor._keras_history[0].name!r})"
     if getattr(tensor, "_keras_mask", None) is not None:
         raise ConfigurationError(
-            f"A masked tensor {where} would cross from a stage of a Pipeline to the next, and Keras masks do not. Cut "
-            "after the layers that use the mask, or pass the mask to layers as an input of the model."
+            f"A masked tensor {where} would cross from one stage of a Pipeline to the next, but Keras masks cannot. "
+            "Cut after the layers that use the mask, or pass the mask to layers as an input of the model."
         )
     if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
         raise ConfigurationError(
-            f"A sparse or ragged tensor {where} would cross from a stage of a Pipeline to the next, and only dense "
-            "ones do. Cut after the layers that make it dense."
+            f"A sparse or ragged tensor {where} would cross from one stage of a Pipeline to the next, but only dense "
+            "ones can. Cut after the layers that make it dense."
         )
     if len(tensor.shape) == 0:
         raise ConfigurationError(
-            f"A scalar {where} would cross from a stage of a Pipeline to the next: it has no rows, and that of a "
-            "microbatch is not that of the batch. Cut elsewhere, or make it in each stage that uses it."
+            f"A scalar {where} would cross from one stage of a Pipeline to the next: it has no rows, and its value for "
+            "a microbatch is not that for the batch. Cut elsewhere, or compute it in each stage that uses it."
         )
 
 

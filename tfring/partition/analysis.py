@@ -195,7 +195,7 @@ class Walk:
         self.updated: set[Any] = set()  # of variables that tfring's own operations read or write
         self.read_in_bodies: set[Any] = set()  # of variables that bodies read, but that are not written alike
         self._twins = twins
-        self._needed = needed  # names of operations that have an effect or that a mark depends on
+        self._needed = needed  # names of operations that effects or marks depend on, effects included
         self._marked = marked  # names of operations that a mark depends on
         self._least_levels = levels  # of edits, which wait for their twins in other replicas
         self.findings: list[Finding] = []

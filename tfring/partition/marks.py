@@ -76,10 +76,10 @@ def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
     Args:
       tensor: A dense tensor.
       what: "mean": the mean over replicas, weighted by rows, is the tensor of one process. "sum": the sum over replicas
-        is, including replicas without rows. "added": such parts of a sum that a variable holds, plus parts of the
-        batch. "same": the same on all replicas. "concatenated": the concatenation over replicas is the tensor of one
-        process. "rows". "gradients of rows". "rows of gradients": rows that are added up. "ids of gradients": the ids
-        of such rows.
+        is that tensor, including replicas without rows. "added": parts of such a sum that a variable holds, plus parts
+        of the batch. "same": the same on all replicas. "concatenated": the concatenation over replicas is that tensor.
+        "rows". "gradients of rows". "rows of gradients": rows that are added up. "ids of gradients": the ids of such
+        rows.
       name: Name of the tensor, for the user.
       like: For "added", the content of the variable; for ids, their rows of gradients.
     """

@@ -90,7 +90,7 @@ class Twins:
 
     Args:
       graph: A FuncGraph.
-      needed: Names of operations that have an effect or that a mark depends on. Only the first replica makes other
+      needed: Names of operations that effects or marks depend on, effects included. Only the first replica makes other
         operations, for shapes that TensorFlow computes while tracing and keeps with the graph.
 
     Raises:

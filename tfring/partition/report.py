@@ -17,11 +17,11 @@ from tfring.partition.types import is_drawn, is_sharded
 REASONS = {
     "rows": ("rows are combined here, or may be, in a way that is not divided among replicas", ""),
     "parts": (
-        "rows in ragged and sparse tensors are divided in steps of Keras' own layers and losses alone",
-        " Make them dense before the step, such as by `ragged.to_tensor(shape=...)`.",
+        "rows in ragged and sparse tensors are divided only in steps of Keras' own layers and losses",
+        " Make them dense before the step, for example with `ragged.to_tensor(shape=...)`.",
     ),
     "replicas": (
-        "written for one of several replicas, by its number or by what it exchanges with others",
+        "this is written for one of several replicas: it uses its number or exchanges values with others",
         " Write the step for all rows of the batch, as for one process.",
     ),
 }
@@ -34,8 +34,8 @@ _STEP = "replica_fn"  # the function that traces a replica's step
 
 
 _WHOLE = (
-    "each worker computes the whole batch, for its rows cannot be divided. That gives the result of one process, and "
-    "takes as long."
+    "each worker computes the whole batch, because its rows cannot be divided. The result is that of one process, and "
+    "the step takes as long."
 )
 
 
@@ -43,7 +43,7 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
     """Returns the message of a step that each worker computes from the whole batch.
 
     Args:
-      reason: The findings that cannot be divided, or a sentence if no operations are known.
+      reason: The findings, or a sentence if no operations are known.
       step: Name of the step, such as "train_step of Functional 'model'".
     """
     if isinstance(reason, str):
@@ -79,8 +79,9 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
         return None
     more = f" and {len(lines) - _NAMES} more" if len(lines) > _NAMES else ""
     return (
-        f"{step}: each replica computes from the rows of all what may combine them: {', '.join(lines[:_NAMES])}{more}. "
-        "That is right, and takes as long as in one process. See docs/exactness.md, One rule for the step."
+        f"{step}: each replica computes these operations from the rows of all replicas, because they may combine rows: "
+        f"{', '.join(lines[:_NAMES])}{more}. The result is correct, but they take as long as in one process. See "
+        "docs/exactness.md, One rule for the step."
     )
 
 

@@ -178,7 +178,7 @@ def plan_schedule(kind: str, num_stages: int, num_microbatches: int) -> Schedule
         raise ConfigurationError(f"`schedule` is {kind!r}, not one of {SCHEDULES}.")
     for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigurationError(f"`{name}` is {number!r}, not a whole number, 1 or more.")
+            raise ConfigurationError(f"`{name}` is {number!r}, not an integer of at least 1.")
     table = []
     for stage in range(num_stages):
         ahead = num_microbatches if kind == "gpipe" else min(num_stages - 1 - stage, num_microbatches)

@@ -46,8 +46,8 @@ class SparseOptions:
         power of two. Defaults to None.
       ids_per_example: Maximum number of lookups of one example in one table. Defaults to 1.
       dense: Which gradients to make dense. "auto" (default): that of a table of at most 64 KiB and, if `batch_size` is
-        given, that of any table for which gathering this number of rows would move more bytes than all-reducing the
-        table. The rows that a rank has in a step never decide, since they differ from rank to rank. "never": none of
+        given, that of any table for which all-reducing the table moves no more bytes than gathering this number of
+        rows. The rows that a rank has in a step never decide, since they differ from rank to rank. "never": none of
         the gradients that optimizers apply. "always": all of them. IndexedSlices passed to `tf.distribute` always stay
         as they are.
       reduction: How rows are sent on the ring. "gather": those of all ranks to all ranks. "owner": to the rank that
@@ -73,7 +73,7 @@ class SparseOptions:
             is_open = name == "batch_size" and size is None
             if not is_open and not (isinstance(size, numbers.Integral) and size >= 1):
                 raise ValueError(
-                    f"`{name}` is {size!r}, not a whole number, 1 or more{', or None' if name == 'batch_size' else ''}."
+                    f"`{name}` is {size!r}, not an integer of at least 1{', or None' if name == 'batch_size' else ''}."
                 )
         if self.dense not in ("auto", "never", "always"):
             raise ValueError(f'`dense` is {self.dense!r}, not "auto", "never" or "always".')

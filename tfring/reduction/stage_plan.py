@@ -1,4 +1,4 @@
-"""Plans with which layers the stages of a pipeline begin. Pure: from the cost of each layer.
+"""Plans the layers with which the stages of a pipeline begin. Pure: from the cost of each layer.
 
 ```
 layer     a    b    c │  d    e    f         cut before d each stage takes 7 ms,
@@ -168,13 +168,15 @@ def plan_stages(
     """
     table = plan_schedule(schedule, num_stages, num_microbatches)
     if not slack >= 0:
-        raise ConfigurationError(f"`slack` is {slack!r}, not a share of the least possible time, 0 or more.")
+        raise ConfigurationError(
+            f"`slack` is {slack!r}, not a number of at least 0 (a share of the least possible time)."
+        )
     costs = _Costs(tuple(layers), table, recompute)
     cuts = [place for place, layer in enumerate(layers) if place and layer.may_begin]
     if not layers or len(cuts) < num_stages - 1:
         names = ", ".join(repr(layers[place].name) for place in cuts)
         raise ConfigurationError(
-            f"`num_stages` is {num_stages}, and only {len(cuts)} layers may begin a stage after the first: "
+            f"`num_stages` is {num_stages}, but only {len(cuts)} layers may begin a stage after the first: "
             f"{names or 'none'}."
         )
     places = [0, *cuts, len(layers)]
@@ -198,9 +200,8 @@ def plan_stages(
     if seconds == math.inf:
         _, begins = _least(largest, (0,), num_stages, places)
         raise ConfigurationError(
-            f"No plan fits memory_bytes={memory_bytes:,}; the plan that takes least is\n{costs.plan(begins)}\nTake "
-            'more stages, recompute=True, schedule="1f1b", microbatches of fewer rows, or an optimizer with fewer '
-            "slots."
+            f"No plan fits memory_bytes={memory_bytes:,}; the plan that needs least is\n{costs.plan(begins)}\nUse more "
+            'stages, recompute=True, schedule="1f1b", microbatches of fewer rows, or an optimizer with fewer slots.'
         )
     limit = seconds * (1 + slack)
     _, begins = _least(fewest_bytes, (0, 0.0), num_stages, places)

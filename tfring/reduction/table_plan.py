@@ -73,8 +73,8 @@ class TablePlan:
         for table in self.tables:
             if table.owner not in (range(self.world_size) if table.kind == "whole" else (None,)):
                 raise ConfigurationError(
-                    f"{table} has the wrong owner: a full table has one, from 0 to {self.world_size - 1}, and no other "
-                    "table has one. Make plans by tfring.parallel.plan_tables."
+                    f"{table} has the wrong owner: a whole table has one, from 0 to {self.world_size - 1}, and no "
+                    "other table has one. Make plans with tfring.parallel.plan_tables."
                 )
 
     @property
@@ -177,7 +177,7 @@ def plan_tables(
     """
     if not {"rows"} <= set(kinds) <= set(KINDS):
         raise ConfigurationError(
-            f'`kinds` are {tuple(kinds)}, not of {KINDS}, with "rows" for what is none of the others.'
+            f'`kinds` are {tuple(kinds)}, not some of {KINDS} that include "rows", the kind of all other tables.'
         )
     if world_size < 1:
         raise ConfigurationError(f"`world_size` is {world_size!r}, not 1 or more.")
@@ -233,14 +233,14 @@ def plan_tables(
                 plan = planned()
     if plan.bytes_a_worker > memory_bytes:
         raise ConfigurationError(
-            f"No plan fits memory_bytes={memory_bytes:,}; the plan that takes least is\n{plan}\nTake more workers, "
+            f"No plan fits memory_bytes={memory_bytes:,}; the plan that needs least is\n{plan}\nUse more workers, "
             "fewer columns, or an optimizer with fewer slots."
         )
     return plan
 
 
 def deal(costs: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
-    """Deals things to workers: the largest first, each to the worker with the least load of the costs it has.
+    """Deals things to workers, the largest first: each to the worker whose load, weighted by its costs, is least.
 
     Args:
       costs: A dict that maps the name of a thing to one or several costs, such as bytes and lookups. Costs are compared

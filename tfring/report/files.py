@@ -109,7 +109,7 @@ def read(folder: pathlib.Path) -> Run:
     for role, _, path in found:
         lines = list(_lines(path))
         if not lines or lines[0].get("type") != "run" or lines[0].get("schema") != SCHEMA:
-            raise ReportError(f"{path} is no trace that this version of tfring reads.")
+            raise ReportError(f"{path} is not a trace that this version of tfring reads.")
         heads.append({**lines[0], "role": role})
         ranks[role].append(_rank(lines))
     runs = {head["run"]: head for head in heads}
@@ -120,8 +120,8 @@ def read(folder: pathlib.Path) -> Run:
             for run, head in runs.items()
         ]
         raise ReportError(
-            f"{folder} holds files of {len(runs)} runs ({'; '.join(parts)}). Keep those of one, or give each run a "
-            "folder of its own."
+            f"{folder} holds files of {len(runs)} runs ({'; '.join(parts)}). Keep the files of one, or give each "
+            "run its own folder."
         )
     head = heads[0]
     world_size, num_servers = head["world_size"], head.get("num_servers", 0)
@@ -146,7 +146,7 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
         except ValueError:
             if number < len(lines) - 1:  # the last may be cut short by a crash
-                raise ReportError(f"{path}, line {number + 1}, is no JSON.") from None
+                raise ReportError(f"{path}, line {number + 1}, is not JSON.") from None
 
 
 def _rank(lines: list[dict[str, Any]]) -> Rank:
@@ -203,7 +203,7 @@ def _between(clocks: list[tuple[int, int]], at: int) -> float:
     return a + (b - a) * (at - t0) / max(t1 - t0, 1)
 
 
-_SYNCHRONOUS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")  # end only once all began
+_SYNCHRONOUS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")  # end only after all ranks began
 
 
 def _waiting_for_the_last(ranks: list[Rank], missing: list[int]) -> list[Rank]:

@@ -1,4 +1,4 @@
-"""A picture of a few steps of all ranks: what each rank does, and its collectives below."""
+"""A picture of a few steps of the first ranks: what each rank does, and its collectives below."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_RANKS = 8
 
 
 def draw(run: Run, file: str) -> None:
-    """Draws some steps from the middle of the longest loop.
+    """Draws up to 3 steps from the middle of the first rank's longest loop, for up to 8 ranks.
 
     Raises:
       ReportError: If there are no steps, or matplotlib is missing.
@@ -29,7 +29,7 @@ def draw(run: Run, file: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ReportError("--plot draws with matplotlib, and there is none. Type:\n  pip install matplotlib") from None
+        raise ReportError("--plot needs matplotlib, which is not installed. Type:\n  pip install matplotlib") from None
 
     matplotlib.use("Agg")
     from matplotlib import patches, pyplot

@@ -21,7 +21,7 @@ def run(
       plot: File for a picture of a few steps, such as steps.png. Needs matplotlib.
 
     Returns:
-      The exit code: 0, or 1 if there is nothing to report on.
+      The exit code: 0, or 1 if there is nothing to report on or a file cannot be read or written.
     """
     try:
         found = files.read(folder)

@@ -10,7 +10,7 @@ _COMMUNICATION = ("waiting", "server", "moving", "adding")
 _MUCH = 0.2  # share of a step that is worth a change
 _DID = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 _OF_ONE_RANK = {
-    "input": "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md).",
+    "input": "Its input is slow: look at the files that it reads and their preprocessing (docs/data.md).",
     "Python": "It spends the time in Python between its steps: look for a callback that does more on this rank.",
     "dispatch": "It is slow to start its steps: look for other programs on its cores.",
     "compute": "It computes longer: look for a slower machine, other programs on its cores, or more rows.",
@@ -18,8 +18,8 @@ _OF_ONE_RANK = {
 }
 _OF_ALL = {
     "input": "Most of the rest is input: prefetch, cache, or let more threads prepare the batches (docs/data.md).",
-    "Python": "Most of the rest is Python between the steps: set `steps_per_execution`, or take out callbacks.",
-    "dispatch": "Most of the rest is the start of steps: take a larger batch, or set `steps_per_execution`.",
+    "Python": "Most of the rest is Python between the steps: set `steps_per_execution`, or remove callbacks.",
+    "dispatch": "Most of the rest is the start of steps: use a larger batch, or set `steps_per_execution`.",
     "compute": "Most of the rest is computing, which is what a step is for.",
 }
 
@@ -34,26 +34,26 @@ def of(found: dict[str, Any]) -> list[str]:
     step = max(total["milliseconds"] for total in totals) if totals else _mean(ranks, "milliseconds")
     number = max([total["count"] for total in totals] or [row["count"] for row in ranks.values()])
     told = [
-        f"The run {_DID.get(kind, kind)} for {number} steps, {1e3 / max(step, 1e-6):.3g} a second, so "
-        f"{number * step / 1e3:.3g} s without the tracing of graphs."
+        f"The run {_DID.get(kind, kind)} for {number} steps, {1e3 / max(step, 1e-6):.3g} per second, so "
+        f"{number * step / 1e3:.3g} s not counting the tracing of graphs."
     ]
     if len(ranks) == 1:
         return [*told, _OF_ALL[_largest(ranks)].replace("of the rest", "of a step")]
     share = sum(_mean(ranks, name) for name in _COMMUNICATION) / max(_mean(ranks, "milliseconds"), 1e-6)
     waiting = _mean(ranks, "waiting") / max(_mean(ranks, "milliseconds"), 1e-6)
     told.append(
-        f"Exposed communication (beside which nothing is computed) takes {100 * share:.0f} % of a step: "
+        f"Exposed communication (not overlapped by computation) takes {100 * share:.0f} % of a step: "
         f"{100 * waiting:.0f} % is waiting for other ranks, the rest transfers (means of all ranks)."
     )
     slow = summary.slow_rank(ranks)
     if slow is not None:
-        others = "the others wait for it" if slow.is_waited_for else "none waits for it"
+        others = "the others wait for it" if slow.is_waited_for else "no rank waits for it"
         told.append(f"Rank {slow.rank} is slow, by {slow.milliseconds:.3g} ms a step, and {others}.")
         told.append(_OF_ONE_RANK[slow.cause])
     elif waiting >= _MUCH:
         told.append(
             "No rank is slower than the others; they wait for each other in turns. Give each its own cores "
-            "(`tfring launch --bind cores`), start fewer on a host, or take a larger batch."
+            "(`tfring launch --bind cores`), start fewer on a host, or use a larger batch."
         )
     elif share >= _MUCH and found["num_servers"]:
         told.append(
@@ -62,7 +62,7 @@ def of(found: dict[str, Any]) -> list[str]:
         )
     elif share >= _MUCH:
         told.append(
-            "No rank is slower than the others. Measure the network (`tfring bench`), take a larger batch, or send "
+            "No rank is slower than the others. Measure the network (`tfring bench`), use a larger batch, or send "
             'less (`compression="bfloat16"`).'
         )
     else:
@@ -84,5 +84,5 @@ def _without_steps(ranks: dict[str, dict[str, Any]]) -> str:
     waiting = max(sum(row["seconds_waited_for"].values()) for row in ranks.values())
     return (
         f"The run made no steps of `fit`, `evaluate` or `predict`, but {number} collectives. They took {seconds:.3g} s "
-        f"on the slowest rank; at most {waiting:.3g} s of a rank were waiting for others."
+        f"on the slowest rank; a rank waited for others for at most {waiting:.3g} s."
     )

@@ -191,14 +191,14 @@ def _of_xla(kind: str, compiled: dict[str, Any]) -> str:
     """Describes which operations of a kind of step XLA compiles.
 
     >>> _of_xla("train", {"operations": 9, "by_xla": 8, "others": ["TfringAllReduce"]})
-    'train: XLA compiles 8 of 9 operations in clusters; it has none for TfringAllReduce, which runs between them.'
+    'train: XLA compiles 8 of 9 operations in clusters; it has no kernel for TfringAllReduce, which runs between them.'
     """
     told = f"{kind}: XLA compiles {compiled['by_xla']} of {compiled['operations']} operations in clusters"
     others = compiled["others"]
     if not others:
         return f"{told}."
     runs = "runs" if len(others) == 1 else "run"
-    return f"{told}; it has none for {', '.join(others)}, which {runs} between them."
+    return f"{told}; it has no kernel for {', '.join(others)}, which {runs} between them."
 
 
 _OWN = {
@@ -266,13 +266,13 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
         )
     else:
         why = _why(ranks[whom], others, 0.2 * mean)
-        told.append(f"{kind}: rank {whom} is what the others wait for, {mean:.1f} of {step:.1f} ms a step{why}.")
+        told.append(f"{kind}: the others wait for rank {whom}, {mean:.1f} of {step:.1f} ms a step{why}.")
     largest = max(_OWN, key=lambda name: sum(row[name] for row in ranks.values()))
     share = sum(row[largest] / max(row["milliseconds"], 1e-9) for row in ranks.values()) / len(ranks)
     passing = sum(row["moving"] + row["adding"] for row in ranks.values()) / len(ranks)
     told.append(
-        f"{kind}: {100 * share:.0f} % of a step is {largest}, the mean of all ranks; sending, receiving and adding "
-        f"take {passing:.2f} ms that nothing hides."
+        f"{kind}: {100 * share:.0f} % of a step is {largest} (mean of all ranks); sending, receiving and adding "
+        f"take {passing:.2f} ms that nothing overlaps."
     )
     return told
 
@@ -302,15 +302,15 @@ def _slow(kind: str, ranks: dict[str, dict[str, Any]]) -> list[str]:
         return []
     why = _why(row, others, 0.2 * (row["milliseconds"] - mean))
     return [
-        f"{kind}: rank {slowest} is slower than the others, {row['milliseconds']:.1f} ms a step and {mean:.1f}, "
-        f"and none waits for it{why}."
+        f"{kind}: rank {slowest} is slower than the others, {row['milliseconds']:.1f} ms a step against "
+        f"{mean:.1f}, and no rank waits for it{why}."
     ]
 
 
 _SERVERS_OWN = {
-    "working": "its work on it takes",
-    "queued": "it waits for its turn there for",
-    "moving": "its messages are on their way for",
+    "working": "its processing takes",
+    "queued": "its wait for its turn takes",
+    "moving": "the transfer of its messages takes",
 }
 
 
@@ -333,14 +333,14 @@ def findings_of_servers(steps: dict[str, Any], requests: dict[str, dict[str, Any
             }
             cause = max(more, key=lambda name: more[name])
             told.append(
-                f"train: server {slowest} is what workers wait for: a push takes {took[slowest]:.1f} ms there, without "
-                f"what it waits for other workers, and {mean:.1f} elsewhere; {_SERVERS_OWN[cause]} "
+                f"train: workers wait for server {slowest}: a push takes {took[slowest]:.1f} ms there, not "
+                f"counting its wait for other workers, and {mean:.1f} elsewhere; {_SERVERS_OWN[cause]} "
                 f"{pushes[slowest][cause]:.1f} ms, {more[cause]:.1f} more."
             )
     queued = sum(row["queued"] for row in pushes.values()) / len(pushes)
     if queued > _WORTH_TELLING * step:
         told.append(
-            f"train: a push waits {queued:.1f} ms for its turn on a server, of steps of {step:.1f} ms: more servers "
+            f"train: a push waits {queued:.1f} ms for its turn on a server, in steps of {step:.1f} ms: more servers "
             "share the updates."
         )
     return told

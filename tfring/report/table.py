@@ -23,7 +23,7 @@ def text(found: dict[str, Any]) -> str:
     for kind, steps in found["steps"].items():
         parts.append(_steps(kind, steps["ranks"], found))
     if not found["steps"]:
-        parts.append("No steps of Keras' loops are in the files; the collectives are.")
+        parts.append("The files have no steps of Keras' loops, only collectives.")
     if found["collectives"]:
         parts.append(_collectives(found["collectives"]))
     if found["num_servers"]:
@@ -49,7 +49,7 @@ def _head(found: dict[str, Any]) -> str:
         if missing:
             numbers = ", ".join(map(str, missing))
             lines.append(
-                f"Missing: the files of {name} {numbers}. Each {name} writes on its own host; bring them into one "
+                f"Missing: the files of {name} {numbers}. Each {name} writes on its own host; copy them into one "
                 "folder."
             )
         broken = sorted(set(range(size)) - set(missing) - set(found[f"ended{more}"]))
@@ -60,7 +60,7 @@ def _head(found: dict[str, Any]) -> str:
             )
     lost = {rank: number for rank, number in found["lost"].items() if number}
     if lost:
-        lines.append("Lost for want of room: " + ", ".join(f"{n} records of rank {rank}" for rank, n in lost.items()))
+        lines.append("Lost for lack of space: " + ", ".join(f"{n} records of rank {rank}" for rank, n in lost.items()))
     return "\n".join(lines)
 
 
@@ -142,7 +142,7 @@ def _whole_run(ranks: dict[str, dict[str, Any]]) -> str:
 
 
 def _columns(rows: list[list[str]], left: int = 0) -> str:
-    """Returns right-aligned columns, except the first `left` columns."""
+    """Returns rows of right-aligned columns; the first `left` columns are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -28,7 +28,7 @@ class Span(NamedTuple):
     begin: int
     end: int
     category: str
-    whom: int = -1  # the rank waited for; for "server", the server
+    whom: int = -1  # the rank waited for; the server, for "server" and for "moving" of a request
 
 
 class StepOfRank(NamedTuple):
@@ -85,7 +85,7 @@ Span(begin=6, end=9, category='server', whom=1), Span(begin=9, end=10, category=
 
 
 def last_ones(requests: list[Request]) -> list[Request]:
-    """Returns the request that ends last of those under way at the same time, to several servers.
+    """Returns the last request to end of each group of requests to several servers that overlap in time.
 
     >>> make = lambda begin, end: Request(begin, end, 0, "push", 0, 0, 0, -1, 0, 0, 0)
     >>> [(r.begin, r.end) for r in last_ones([make(0, 4), make(1, 9), make(2, 5), make(10, 11)])]

@@ -103,8 +103,8 @@ class PlannedAllReduce:
         given = value if many else [value]
         if any(a is not b for a, b in zip(given, values, strict=True)):
             raise ValueError(
-                f"`value` is a {type(given[0]).__name__}, and a planned all_reduce reads arrays where they are. Give a "
-                "NumPy array, contiguous in the order of C and of this machine's byte order, or a list of such."
+                f"`value` is a {type(given[0]).__name__}, but a planned all_reduce reads arrays in place. Pass a "
+                "C-contiguous NumPy array in this machine's byte order, or a list of these."
             )
         results = [np.empty_like(value) for value in values] if out is None else _outputs(out, values, many)
         self._communicator, self._result = communicator, results if many else results[0]
@@ -128,7 +128,7 @@ def all_reduce_rows(communicator: Any, values: Any, indices: Any, *, reduction: 
     many, values = _as_list(values)
     _, indices = _as_list(indices)
     if len(values) != len(indices):
-        raise ValueError(f"`values` has {len(values)} arrays and `indices` {len(indices)}. Give the indices of each.")
+        raise ValueError(f"`values` has {len(values)} arrays, but `indices` {len(indices)}. Pass the indices of each.")
     inputs, way = [*values, *indices], library.row_sums_number(reduction)
     call, tensors = _prepare("all_reduce_rows", name, inputs, [None] * len(inputs), way=way)
     rows = _Rows(inputs, communicator.world_size)
@@ -181,8 +181,8 @@ class _Received:
             len(wanted) != count or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True))
         ):
             raise MismatchError(
-                f'receive "{self._name}" wants shape {list(wanted)}, and rank {self._source} sends {shape}. '
-                "Send and receive the same, or leave `shape` out."
+                f'receive "{self._name}" expects shape {list(wanted)}, but rank {self._source} sends {shape}. '
+                "Use the same shape on both ranks, or leave `shape` out."
             )
         self.result = np.empty(shape, self._dtype)
         outputs[0] = self.result.__array_interface__["data"][0]
@@ -235,14 +235,14 @@ def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool
         return _shares(tuple(value.shape[0] if value.ndim else 0 for value in values), size)
     columns: Sequence[Any] = counts if many else [counts]
     if len(columns) != len(values):
-        raise ValueError(f"`counts` has {len(columns)} entries for {len(values)} tensors. Give one for each.")
+        raise ValueError(f"`counts` has {len(columns)} entries for {len(values)} tensors. Pass one for each.")
     numbers = np.empty((size, len(values)), np.int64)
     for t, (value, column) in enumerate(zip(values, columns, strict=True)):
         column = np.asarray(column)
         if column.shape != (size,) or column.dtype.kind not in "iu" or column.min() < 0:
             raise ValueError(f"`counts` is {column.tolist()}, not a number of rows for each of {size} ranks.")
         if value.ndim and column.sum() != value.shape[0]:
-            raise ValueError(f"`counts` is {column.tolist()}, and does not add up to the rows of shape {value.shape}.")
+            raise ValueError(f"`counts` is {column.tolist()}, but does not add up to the rows of shape {value.shape}.")
         numbers[:, t] = column
     return numbers
 
@@ -270,7 +270,8 @@ def _prepare(
         dtype = _number(source.dtype)
         if dtype is None:
             raise ValueError(
-                f"{kind} \"{name}\" does not carry dtype {source.dtype}; it carries {', '.join(sorted(library.DTYPES))}"
+                f"{kind} \"{name}\" does not support dtype {source.dtype}; it supports "
+                f"{', '.join(sorted(library.DTYPES))}"
             )
         output = None if target is None else target.__array_interface__["data"][0]
         dims, address = _dims(source.shape)
@@ -296,7 +297,7 @@ def _call(
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {op!r}, not {library.OPERATION_NAMES}.")
     if not -(2**31) <= root < 2**31:  # otherwise the core would get another number
-        raise ValueError(f"Rank {root}, a root or a peer, is not below the number of ranks.")
+        raise ValueError(f"Rank {root}, given as root or peer, is not below the number of ranks.")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
     number, op_number = library.kinds().index(kind), way or library.OPERATIONS[op]
     return library.Call(
@@ -327,18 +328,18 @@ def _outputs(out: Any, values: list[np.ndarray], many: bool) -> list[np.ndarray]
     """Returns the arrays to write to, one for each value."""
     outputs = list(out) if many and isinstance(out, (list, tuple)) else [out]
     if len(outputs) != len(values):
-        raise ValueError(f"`out` has {len(outputs)} arrays for {len(values)} values. Give one for each.")
+        raise ValueError(f"`out` has {len(outputs)} arrays for {len(values)} values. Pass one for each.")
     for output, value in zip(outputs, values, strict=True):
         if not isinstance(output, np.ndarray) or (output.shape, output.dtype) != (value.shape, value.dtype):
             shown = f"{list(output.shape)} of {output.dtype}" if isinstance(output, np.ndarray) else repr(output)
-            raise ValueError(f"`out` is {shown}, and the value {list(value.shape)} of {value.dtype}.")
+            raise ValueError(f"`out` is {shown}, but the value is {list(value.shape)} of {value.dtype}.")
         if not (output.flags.c_contiguous and output.flags.writeable):
-            raise ValueError("`out` is not contiguous in the order of C, or not writeable.")
+            raise ValueError("`out` is not C-contiguous, or not writeable.")
     for i, output in enumerate(outputs):
         in_place = output.__array_interface__["data"] == values[i].__array_interface__["data"]
         others = [*outputs[:i], *(value for j, value in enumerate(values) if j != i or not in_place)]
         if any(np.may_share_memory(output, other) for other in others):
-            raise ValueError("`out` overlaps another array. It is the value itself, or memory of its own.")
+            raise ValueError("`out` overlaps another array. Pass the value itself, or an array with its own memory.")
     return outputs
 
 

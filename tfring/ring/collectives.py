@@ -291,10 +291,10 @@ class LocalCollectives(Collectives):
         return self
 
     def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
-        raise ValueError(f'send "{name}" has no peer: to={to} is no other rank, and there is one rank.')
+        raise ValueError(f'send "{name}" has no peer: to={to}, but there is only one rank.')
 
     def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
-        raise ValueError(f'receive "{name}" has no peer: source={source} is no other rank, and there is one rank.')
+        raise ValueError(f'receive "{name}" has no peer: source={source}, but there is only one rank.')
 
     def barrier(self, *, name: str) -> None:
         pass

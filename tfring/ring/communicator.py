@@ -299,7 +299,7 @@ class Communicator:
         if is_tensorflow(value):
             if out is not None:
                 raise ValueError(
-                    "`out` was given for a tensor, and TensorFlow's tensors cannot be written. It is for arrays."
+                    "`out` was given for a tensor, but TensorFlow's tensors cannot be written. Use it with arrays only."
                 )
             return _ops().all_reduce(self, value, op, compression=compression, name=name or "all_reduce")
         return arrays.run(self, "all_reduce", value, out=out, op=op, compression=compression, name=name)
@@ -453,16 +453,16 @@ class Communicator:
         A rank first adds up its own rows with equal ids. With "gather", all ranks then get the rows of all ranks. With
         "owner", the rows of an id are sent to the rank that owns the id by its hash, which adds them up and passes the
         sums on. Either way the rows of an id are added in the order of the ranks: the results have the same bits and
-        the same order of ids, which depends only on the owners.
+        the same order of ids, by owner and then by first occurrence in the order of the ranks.
 
         Args:
           values: Array or tensor of shape `[rows, ...]`, of any dtype that has a sum. The number of rows may differ
             between ranks. float16 and bfloat16 are added in float32 and rounded twice: on the rank, and in the sum over
             ranks. Or a list of them, sent as one buffer.
           indices: int32 or int64 array or tensor of shape `[rows]`, any ids; or a list of them.
-          reduction: "gather", "owner" or "auto". "auto" uses the one that moved fewer bytes in the last call of this
-            name, where a second delay counts as 64 KiB a rank; the first call uses "gather". With two ranks "owner"
-            never moves fewer bytes.
+          reduction: "gather", "owner" or "auto". "auto" uses the one that would have moved fewer bytes in the last call
+            of this name, where a second delay counts as 64 KiB a rank; the first call uses "gather". With two ranks
+            "owner" never moves fewer bytes.
           name: Name of the call in errors, the same on all ranks. Defaults to "all_reduce_rows".
 
         Returns:
@@ -486,7 +486,7 @@ class Communicator:
     def send(self, value: Any, to: int, *, name: str | None = None) -> Any:
         """Sends a tensor to one rank, which must call `receive` with this rank, dtype and name.
 
-        It may return before the other rank receives, as soon as the rest fits into the transport's buffer (1 MB in
+        It may return before the other rank receives, as soon as the rest fits into the transport's buffer (1 MiB in
         shared memory), or block until it does: two ranks that both send first may wait for each other. `all_to_all` in
         a group of the two exchanges data in both directions without this.
         """
@@ -619,7 +619,7 @@ def _ops() -> Any:
 
 
 def is_tensorflow(value: Any) -> bool:
-    """Returns True if this value, or the first of a list, is TensorFlow's. Does not import TensorFlow."""
+    """Returns True if this value, or the first of a list, is of TensorFlow or Keras. Does not import TensorFlow."""
     if "tensorflow" not in sys.modules:
         return False
     if isinstance(value, (list, tuple)) and value:

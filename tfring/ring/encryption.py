@@ -33,13 +33,13 @@ def is_wanted(key: bytes) -> bool:
         return False
     if not key:
         raise ConfigurationError(
-            "The job has no secret, and TFRING_ENCRYPT=1 needs one: keys are made from it. Start ranks by "
-            "`tfring launch`, or set TFRING_SECRET_FILE alike on all of them (docs/security.md)."
+            "The job has no secret, but TFRING_ENCRYPT=1 needs one: keys are derived from it. Start ranks with "
+            "`tfring launch`, or set the same TFRING_SECRET_FILE on all ranks (docs/security.md)."
         )
     if not _openssl():
         raise ConfigurationError(
-            "No OpenSSL is found, and TFRING_ENCRYPT=1 needs one that is a shared library: the module ssl of this "
-            "Python has its own linked in. Install it (Debian: apt install libssl3), or use an encrypted network "
+            "No OpenSSL was found, but TFRING_ENCRYPT=1 needs it as a shared library: the ssl module of this "
+            "Python has its own linked in. Install OpenSSL (Debian: apt install libssl3), or use an encrypted network "
             "(docs/security.md)."
         )
     return True

@@ -243,7 +243,7 @@ def core() -> ctypes.CDLL:
     if library.tfring_abi_version() != ABI_VERSION:
         raise errors.NativeLibraryError(
             f"{CORE} was built from another version of tfring (interface {library.tfring_abi_version()}, "
-            f"wanted {ABI_VERSION}). Install tfring again, or in a checkout run: python -m tfring._build"
+            f"expected {ABI_VERSION}). Install tfring again, or in a checkout run: python -m tfring._build"
         )
     _declare(library)
     _lend_python(library)

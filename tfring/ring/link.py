@@ -124,9 +124,9 @@ def adopt_data_connection(fds: list[int]) -> socket.socket:
       WireError: If the list holds anything other than one TCP connection.
     """
     if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
-        raise wire.WireError("no connection for the data")
+        raise wire.WireError("no data connection")
     connection = socket.socket(fileno=fds.pop())
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
         connection.close()
-        raise wire.WireError("no connection for the data")
+        raise wire.WireError("no data connection")
     return connection

@@ -144,7 +144,7 @@ class Links:
                 _refuse(connection, _has_left(self._cluster.rank, self._name), final=True)
                 return
             if rank in self.transports or (self._dialing == rank and rank < self._cluster.rank):
-                _refuse(connection, f"rank {self._cluster.rank} connects with rank {rank} itself", final=False)
+                _refuse(connection, f"rank {self._cluster.rank} connects to rank {rank} itself", final=False)
                 return
             self._answering = rank
         try:

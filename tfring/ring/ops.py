@@ -164,7 +164,7 @@ def sum_rows(
       `indices`, int64 of shape `[len(values)]`.
     """
     if len(values) != len(indices):
-        raise ValueError(f"`values` has {len(values)} tensors and `indices` {len(indices)}. Give the indices of each.")
+        raise ValueError(f"`values` has {len(values)} tensors, but `indices` {len(indices)}. Pass the indices of each.")
     number = library.row_sums_number(reduction)
     if not values:
         return [], tf.zeros([0], tf.int64)
@@ -575,7 +575,7 @@ def _token(communicator: Any) -> tf.Tensor:
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
     could fill their pools with collectives of different rings and wait for each other forever. Therefore there are no
     more tokens than threads: further rings share a token, and their collectives run in program order. (Functions on
-    different Python threads have no such order; the core detects this and fails, see calls.cc.)
+    different Python threads have no such order; the core detects this and fails, see stall_inspector.cc.)
 
     Raises:
       ConfigurationError: If called in a TensorFlow 1 graph.
@@ -591,9 +591,9 @@ def _refuse_graph_without_order(communicator: Any) -> None:
         if tf.executing_eagerly():
             return
     raise ConfigurationError(
-        f"A collective of the ring {communicator.name!r}, or a variable of a strategy over several workers, is in "
-        "`tf.Graph().as_default()` or without eager execution, where ranks may run collectives in another order. Make "
-        "the graph by tf.function; make and read variables outside of a tf.Graph."
+        f"A collective of the ring {communicator.name!r}, or a variable of a strategy over several workers, is "
+        "used in `tf.Graph().as_default()` or without eager execution, where ranks may run collectives in different "
+        "orders. Make the graph with tf.function; make and read variables outside of a tf.Graph."
     )
 
 
@@ -647,11 +647,13 @@ def _ops() -> Any:
     native.tfring_ops_problem.restype = ctypes.c_char_p
     if problem := native.tfring_ops_problem():
         raise NativeLibraryError(
-            f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem.decode()}. "
+            f"The TensorFlow ops of the ring do not work with TensorFlow {tf.__version__}: {problem.decode()}. "
             'Use TensorFlow 2.18 to 2.21, or pass communication="tensorflow" to RingStrategy.'
         )
     if not find_cancellation(tf.__version__):
-        _log.info("Collectives of this TensorFlow are not cancelled when another operation of their step fails.")
+        _log.info(
+            "In this version of TensorFlow, collectives are not cancelled when another operation of their step fails."
+        )
     return loaded
 
 

@@ -195,7 +195,7 @@ class _Forming:
                     self.cause = failure
                     if self.kind == "link":
                         raise RendezvousError(str(failure))
-                    raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
+                    raise RendezvousError(f'Ring "{self.ring}" cannot form because the ring beside it broke: {failure}')
                 for link in list(self.links.values()):
                     link.check_still_there(self.ring)
             self.cancelled.set()
@@ -262,8 +262,8 @@ class _Forming:
         ended = [rank for rank, why in missing.items() if why == os.strerror(errno.ECONNREFUSED)]
         if self.cluster.listen_fd is not None and ended and not config.read("TFRING_MAX_WORKER_RESTARTS"):
             raise RendezvousError(
-                f'Rank {min(ended)} has ended, and ring "{self.ring}" cannot form without it. All ranks make the same '
-                "calls: let each come to this one, or none."
+                f'Rank {min(ended)} has ended, and ring "{self.ring}" cannot form without it. All ranks must make the '
+                "same calls: make this one on all ranks, or on none."
             )
 
     def _dials(self, rank: int) -> bool:
@@ -372,7 +372,7 @@ class _Forming:
     def _warn_about_secret(self, rank: int, error: Exception) -> None:
         self.reasons[rank] = str(error)
         where = self.cluster.addresses[rank]
-        _warn_once(f"Rank {self.cluster.rank} is not let in by rank {rank} at {where}: {error}.")
+        _warn_once(f"Rank {rank} at {where} rejects rank {self.cluster.rank}: {error}.")
 
     # Answering the higher ranks.
 
@@ -394,15 +394,15 @@ class _Forming:
             if {self.transport, hello["transport"]} == {"tcp", "shm"}:
                 self._reject(
                     channel,
-                    "Ranks want transports that exclude each other: rank "
+                    "Ranks use transports that exclude each other: rank "
                     f'{hello["rank"]} "{hello["transport"]}", rank {self.cluster.rank} "{self.transport}". Set '
-                    "TFRING_TRANSPORT alike on all ranks.",
+                    "the same TFRING_TRANSPORT on all ranks.",
                 )
             if hello["encrypts"] != self.encrypts:
                 one, other = (hello["rank"], self.cluster.rank)[:: 1 if hello["encrypts"] else -1]
                 self._reject(
                     channel,
-                    f"Rank {one} encrypts what it sends and rank {other} does not. Set TFRING_ENCRYPT alike on all "
+                    f"Rank {one} encrypts what it sends, but rank {other} does not. Set the same TFRING_ENCRYPT on all "
                     "ranks.",
                 )
             mine: tuple[int, ...] = ()
@@ -411,8 +411,8 @@ class _Forming:
                     if "shm" in (self.transport, hello["transport"]):
                         self._reject(
                             channel,
-                            f'transport="shm" needs ranks of one host (and network namespace), and ranks '
-                            f'{hello["rank"]} and {self.cluster.rank} share none. Use transport="auto".',
+                            f'transport="shm" needs ranks on one host (and network namespace), but ranks '
+                            f'{hello["rank"]} and {self.cluster.rank} do not share one. Use transport="auto".',
                         )
                 else:
                     link.own, problem = _make_mailbox(self.transport)
@@ -441,7 +441,7 @@ class _Forming:
             if link.transport == "tcp" and not channel.is_local:
                 data = self.listener.take(lambda connection: self._is_data_of(connection, hello), _ANSWER_SECONDS)
                 if data is None:
-                    raise ConnectionError("the data connection did not come")
+                    raise ConnectionError("the data connection did not arrive")
                 link.data = data.channel.socket
             self._encrypt(link, hello["session"], accepts=True)
             self.links[link.rank] = link
@@ -512,10 +512,10 @@ class _Forming:
     def _who_is_missing(self, missing: Mapping[int, str]) -> str:
         ranks = sorted(missing)
         facts = [f"rank {r} at {self.cluster.addresses[r]} ({missing[r]})" for r in ranks[:_MOST_FACTS]]
-        told = f"never answered: {', '.join(facts)}" if facts else "every rank that it still waits for answers"
+        told = f"never answered: {', '.join(facts)}" if facts else "all ranks that it still waits for respond"
         told += f", and ranks {_in_short(ranks[_MOST_FACTS:])}" if ranks[_MOST_FACTS:] else ""
         for rank in sorted(set(self.peers) - set(self.links) - set(missing)):
-            did_not = "take" if rank < self.cluster.rank else "connect to"
+            did_not = "accept" if rank < self.cluster.rank else "connect to"
             told += f"; rank {rank} is there but did not {did_not} rank {self.cluster.rank}"
             told += f" ({self.reasons[rank]})" if rank in self.reasons else ""
         if self.listener.turned_away:
@@ -534,7 +534,7 @@ def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
     try:
         return mailbox.Mailbox(), None
     except OSError as error:
-        return None, f"the system gives none ({error})"
+        return None, f"the system provides none ({error})"
 
 
 def _warn_once(text: str) -> None:
@@ -563,7 +563,7 @@ def _missing_ranks(cluster: Cluster, ranks: list[int]) -> dict[int, str]:
             return error.strerror or str(error) or type(error).__name__
         if found.problem is not None:
             return str(found.problem)
-        return None if found.rank == rank else f"the process there takes itself for rank {found.rank}"
+        return None if found.rank == rank else f"the process there says that it is rank {found.rank}"
 
     if not ranks:
         return {}

@@ -86,7 +86,7 @@ class TensorFlowCollectives(Collectives):
         }
 
     def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
-        raise _not_here(f'{kind} "{name}"', "it passes nothing between two workers alone")
+        raise _not_here(f'{kind} "{name}"', "it cannot send from one worker to another")
 
     def _all_reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
         with tf.device(self._device):
@@ -111,8 +111,8 @@ class TensorFlowCollectives(Collectives):
         dtype = tensors[0].dtype
         if op != "sum" and (dtype == tf.uint64 or dtype.is_complex):
             raise TypeError(
-                f"TensorFlow's collectives find no {op} of {dtype.name}, as of {name}. Cast the tensor, or use the "
-                "compiled ring."
+                f"TensorFlow's collectives do not support {op} of {dtype.name}, as in {name}. Cast the tensor, or use "
+                "the compiled ring."
             )
         tensors = zeros_unless(active, [_to_wire(t) for t in tensors])
         if len(tensors) == 1 and tensors[0].shape.rank:
@@ -220,7 +220,7 @@ class TensorFlowCollectives(Collectives):
         return self.all_to_all(tensor, counts, name=name)[0]
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
-        raise _not_here(f'group "{name}"', "its collectives are of all workers")
+        raise _not_here(f'group "{name}"', "its collectives always include all workers")
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:

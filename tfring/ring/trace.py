@@ -153,8 +153,8 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source,
     if _active is not None and not _active.closed and not _active.of_parent:
         if _active.path.parent != path:
             raise ConfigurationError(
-                f"This process writes a trace to {_active.path.parent}, and trace={str(folder)!r} would be a second. "
-                "Close the strategy that writes it, or give both the same folder."
+                f"This process already writes a trace to {_active.path.parent}, and trace={str(folder)!r} would be a "
+                "second. Close the strategy that writes it, or use the same folder for both."
             )
         _active.users += 1
         return _active
@@ -228,7 +228,7 @@ class Recorder:
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigurationError(
-                f"`trace` is {path.parent}, a folder that cannot be written ({error.strerror})."
+                f"`trace` is {path.parent}, a folder that cannot be written to ({error.strerror})."
             ) from error
         self._put(
             type="run",
@@ -396,7 +396,7 @@ class Recorder:
         except OSError as error:  # training continues
             self._writes = False
             self._end_calls()
-            _log.warning("The trace ends here, for %s cannot be written: %s", self.path, error.strerror)
+            _log.warning("The trace ends here because %s cannot be written: %s", self.path, error.strerror)
 
     def _end(self) -> None:
         if self.closed or self.of_parent:

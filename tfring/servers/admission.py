@@ -99,14 +99,14 @@ class Admission:
 
     def arrive(self, worker: int) -> None:
         """Records that the gradient of a worker has arrived."""
-        self._pulled.setdefault(worker, self.version)  # if the worker did not call `begin`
+        self._pulled.setdefault(worker, self.version)  # if its beginning was not recorded
         self._waiting.append(worker)
 
     def take(self) -> list[Arrival]:
         """Returns the gradients of the next update in the order of workers, and counts it. Empty while all wait.
 
-        Dropped gradients are among them, with factor 0. If all are dropped, there is no update, and none is counted.
-        The workers compute from the new version on.
+        If gradients are to be dropped, returns only these, in the order of arrival and with factor 0, and counts no
+        update. The workers of the returned gradients compute from the current version on.
         """
         late = [w for w in self._waiting if self._factor(w) == 0.0]
         if not late and not self._is_ready():

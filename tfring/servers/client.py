@@ -176,7 +176,7 @@ class Client:
         seconds, began = config.read("TFRING_CONNECT_TIMEOUT_SECONDS"), time.monotonic()
         where = f"server {self._at[server]} to come back"
         if self._is_replicated:
-            where = f"server {self._other(server)} to go on with the shards of server {self._at[server]}"
+            where = f"server {self._other(server)} to continue with the shards of server {self._at[server]}"
         _log.warning("Worker %d waits up to %g s for %s: %s", self.rank, seconds, where, why)
         self._connections[server].close()
         try:

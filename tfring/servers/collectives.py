@@ -113,7 +113,7 @@ class MeetingCollectives:
         def of_root(values: list[np.ndarray]) -> list[np.ndarray]:
             found = self._gather(values, f"{name} from rank {root}")
             if root not in found:
-                raise PeerLostError(f"{name}: rank {root}, whose values are wanted, is lost.")
+                raise PeerLostError(f"{name}: rank {root}, which has the values, is lost.")
             return found[root]
 
         return self._run(own, of_root, [t.shape for t in tensors])
@@ -173,6 +173,6 @@ class MeetingCollectives:
         if other is not None:
             raise MismatchError(
                 f"Workers exchange different values: {name!r} on rank {self.rank}, {calls[other]!r} on rank {other}. "
-                "All exchange the same in the same order."
+                "All workers must exchange the same values in the same order."
             )
         return found

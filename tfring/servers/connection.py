@@ -23,8 +23,8 @@ class Connection:
     Args:
       roles: Roles of this process.
       other: Number of the server, or rank of the worker, at the other end.
-      shards: Number of the shards that the connection serves, if a server may hold those of another server. None if
-        it holds only its own.
+      shards: Number of the server whose shards the connection is for, if a server may also hold those of another one.
+        None if it holds only its own.
       between_servers: Whether the two ends are the two servers that hold these shards.
       seconds: Time to wait for the other end, in seconds. Defaults to the time that a ring waits for its ranks.
 
@@ -59,7 +59,7 @@ class Connection:
             )
         except RendezvousError as error:
             own = f"server {roles.index}" if roles.is_server else f"worker {roles.index}"
-            raise RendezvousError(f"{own} did not meet {self.name} (ranks 1 and 0 below are they): {error}") from None
+            raise RendezvousError(f"{own} did not connect to {self.name} (ranks 0 and 1 below): {error}") from None
 
     def send(self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message.

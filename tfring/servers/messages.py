@@ -71,7 +71,7 @@ def unpack(message: np.ndarray) -> tuple[dict[str, Any], list[np.ndarray]]:
             begin = _aligned(begin + size)
         head = content["head"]
         if not isinstance(head, dict):
-            raise ValueError("a head that is no object")
+            raise ValueError("a head that is not an object")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"A message of a parameter server is malformed: {error}. {message.size} bytes.") from None
     return head, arrays

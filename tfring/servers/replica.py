@@ -61,7 +61,7 @@ class Replica:
       changed: The condition with the lock of that state.
 
     Attributes:
-      role: `PRIMARY`, `SECONDARY`, or None until the two servers have connected.
+      role: `PRIMARY`, `SECONDARY`, or None until one of the two servers has filled the other.
     """
 
     def __init__(self, roles: Roles, shards: int, copied: Copied, changed: threading.Condition) -> None:
@@ -82,7 +82,7 @@ class Replica:
     def pass_on(
         self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Sends a change to the secondary, calls `meanwhile`, and waits until it has arrived, with the lock held.
+        """Sends a change to the secondary, calls `meanwhile`, and waits for the acknowledgement, with the lock held.
 
         Raises:
           PeerLostError: If the secondary does not answer, and its process may be alive.
@@ -102,16 +102,16 @@ class Replica:
             self._lose(error)
 
     def _lose(self, error: PeerLostError) -> None:
-        """Continues alone if the secondary's process is gone. A silent secondary may assume the same of this server."""
+        """Continues alone if the secondary's process is gone. Otherwise fails: the secondary may assume the same."""
         if self._link is not None:
             self._link.close()
             self._link = None
         if not is_gone(error):
-            why = f"server {self._other}, which holds the same shards, is lost, and its process may live: {error}"
+            why = f"server {self._other}, which holds the same shards, is lost, but its process may be alive: {error}"
             self._copied.fail(why)
             raise PeerLostError(why)
         _log.warning(
-            "Server %d goes on alone with the shards of server %d: server %d died.",
+            "Server %d continues alone with the shards of server %d: server %d died.",
             *(self._roles.index, self._shards, self._other),
         )
 
@@ -149,7 +149,7 @@ class Replica:
                 link.close()
 
     def _greet(self, link: Connection) -> str | None:
-        """Exchanges roles. Returns the other's, None if its process has just been started."""
+        """Exchanges roles. Returns the other's role, or None if its process has just been started."""
         if self._is_first:
             link.send({"role": self.role})
         theirs = link.receive()[0]["role"]
@@ -161,7 +161,7 @@ class Replica:
         """Keeps the two servers in the same state until the link breaks. One of them has just been started.
 
         Raises:
-          PeerLostError: If the link breaks on a secondary, or while it is filled.
+          PeerLostError: If the link breaks on a secondary, or while the secondary is filled.
         """
         if self.role == PRIMARY or (theirs is None and self._is_first):
             with self._changed:

@@ -44,10 +44,10 @@ class ShardStore(Protocol):
         """Loads values of variables and slots."""
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> Any:
-        """Returns the sum of gradients, each times its factor. A factor of None: already weighted."""
+        """Returns the sum of gradients, each times its factor. None: the gradient is already weighted."""
 
     def norms(self, merged: Any) -> list[float]:
-        """Returns the sum of squares of the gradient of each shard, or an empty list if the optimizer clips by none."""
+        """Returns the sum of squares of each shard's gradient, or an empty list if the optimizer clips by no norm."""
 
     def update(self, merged: Any, norms: list[float] | None, learning_rate: float | None) -> None:
         """Applies an update."""
@@ -76,8 +76,8 @@ class _Group:
         self.description = description
         self.admission = admission
         self.gradients: dict[int, tuple[float | None, list[np.ndarray], float | None]] = {}
-        self.taken: dict[int, Arrival] = {}  # by worker: in the last update that used its gradient
-        self.made: dict[int, tuple[int, int]] = {}  # of this update: its start, and the worker that came last
+        self.taken: dict[int, Arrival] = {}  # by worker: its last gradient that was applied or dropped
+        self.made: dict[int, tuple[int, int]] = {}  # by worker: when its update began, and the worker that came last
         self.merged: Any = None  # of the update that waits for the norms of all servers
         self.norms: list[float] = []
         self.learning_rate: float | None = None  # sent with the last gradient
@@ -156,7 +156,7 @@ class Service:
         self._returning: set[int] = set()  # lost workers: another process has joined in their place, and does not train
         self._position: dict[str, Any] | None = None  # of the epoch under way, as workers report it
         self._last_end: list[np.ndarray] = []  # results of the last meeting at the end of an epoch
-        self._awaited: set[int] = set()  # workers that have not yet come back to this restarted server
+        self._awaited: set[int] = set()  # workers that have not come back yet since a restart, or since `promote`
         self._done: dict[int, int] = {}  # the number of the last answered request of each worker
         self._failure: str | None = None
         self._is_over = False  # ended before it held any state
@@ -208,8 +208,8 @@ class Service:
         """Returns whether all workers that were not lost have left, or the other server while it filled this one.
 
         Raises:
-          PeerLostError: If a worker that the others need was lost, or all, or the other server with these shards.
-          RendezvousError: If a worker does not connect in time.
+          PeerLostError: If a worker that the others need was lost or did not connect in time, or all were; if the other
+            server with these shards was lost; or if the job failed, for instance in an update.
         """
         if self._replica is not None and self._failure is not None:
             raise PeerLostError(self._failure)
@@ -335,7 +335,7 @@ class Service:
                 self._lost[worker] = why
                 _log.warning("Worker %d is lost: %s", worker, why)
                 if self._needs_all and self._failure is None:
-                    self._failure = f"worker {worker} is lost, and synchronous updates need all workers: {why}"
+                    self._failure = f"worker {worker} is lost, but synchronous updates need all workers: {why}"
             for group in self._groups.values():
                 group.admission.lose(worker)
                 group.gradients.pop(worker, None)
@@ -347,7 +347,7 @@ class Service:
         """Waits for a condition. Releases the lock meanwhile.
 
         Raises:
-          PeerLostError: If a worker that all need is lost.
+          PeerLostError: If the job has failed, for instance because a worker that all need is lost.
         """
         began = clocks.now()
         self._changed.wait_for(lambda: self._failure is not None or condition())
@@ -360,8 +360,8 @@ class Service:
     def _join(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         if head["settings"] != self._settings:
             raise ConfigurationError(
-                f"Worker {worker} made its strategy with the settings {head['settings']}, and server "
-                f"{self._roles.index} with {self._settings}. All processes of a job give the same."
+                f"Worker {worker} made its strategy with the settings {head['settings']}, but server "
+                f"{self._roles.index} with {self._settings}. Pass the same settings in all processes of a job."
             )
         job = head.get("job")
         is_back = job is None and worker in self._lost  # another process in the place of one that was lost
@@ -393,8 +393,8 @@ class Service:
         position = self._position if self._groups else None
         if position is not None and position["fit"] != head["fit"]:
             raise MismatchError(
-                f"Worker {worker} cannot come back in call {position['fit']} of `fit`: the job goes on without it. A "
-                "worker comes back into the first `fit` of its program."
+                f"Worker {worker} cannot come back in call {position['fit']} of `fit`: the job continues without it. A "
+                "worker can come back only in the first `fit` of its program."
             )
         self._pass_on({"what": "return", "worker": worker})
         self._take_in(worker)
@@ -447,11 +447,11 @@ class Service:
         else:
             self._wait_until(lambda: number in self._groups or worker == 0 or 0 not in self._live)
             if number not in self._groups:
-                raise PeerLostError("worker 0 left before it handed over the parameters")
+                raise PeerLostError("worker 0 left before it sent the parameters")
             group = self._groups[number]
             if group.description != description:
                 raise ConfigurationError(
-                    f"Workers 0 and {worker} train different variables, or by different optimizers: "
+                    f"Workers 0 and {worker} train different variables, or use different optimizers: "
                     f"{_difference(group.description, description)}."
                 )
         return {"slots": group.held.describe(), "version": group.admission.version}, group.held.values("all")
@@ -603,9 +603,9 @@ class Service:
             of, theirs = self._batches[epoch].setdefault(number, (worker, digest))
             if theirs != digest:
                 why = (
-                    f"Batch {number} of worker {worker} is another than that of worker {of}. All workers draw the same "
-                    "batches in the same order, and each is trained by one of them. Give shuffles one seed on all "
-                    "workers, hand all rows to each, and leave out `deterministic=False`. (docs/data.md)"
+                    f"Batch {number} of worker {worker} differs from that of worker {of}. All workers must draw the "
+                    "same batches in the same order, and one of them trains each. Use one seed for shuffles on all "
+                    "workers, pass all rows on each, and leave out `deterministic=False` (docs/data.md)."
                 )
                 self._end_by(why)
                 raise MismatchError(why)
@@ -642,12 +642,12 @@ class Service:
         self._wait_until(lambda: not self._awaited)
         if name not in self._results and any(_number(name) < _number(other) for other in self._results):
             raise MismatchError(
-                f"Worker {worker} was lost, and the others have gone on without it: it is at {name!r}, and they are at "
-                f"{max(self._results, key=_number)!r}."
+                f"Worker {worker} was lost, and the others have continued without it: it is at {name!r}, and they are "
+                f"at {max(self._results, key=_number)!r}."
             )
         brought = self._meetings.setdefault(name, {})
         if name in self._results and brought and worker not in brought and name.startswith("end/"):
-            text = "Worker %d is back. The others went on without it: the logs of the epoch lack its rows."
+            text = "Worker %d is back. The others continued without it: the logs of the epoch lack its rows."
             _log.warning(text, worker)
         brought[worker] = [a.copy() for a in arrays]
         self._at[worker] = name
@@ -659,9 +659,9 @@ class Service:
             del self._meetings[name][worker]
             raise MismatchError(
                 "Workers wait for each other: "
-                f"{', '.join((f'worker {w} at {n!r}' for w, n in sorted(others.items())))}. All begin and end the same "
-                "epochs, and exchange the same between them. Stop training by what is the same on all workers: the "
-                "logs of an epoch."
+                f"{', '.join((f'worker {w} at {n!r}' for w, n in sorted(others.items())))}. All workers must begin "
+                "and end the same epochs, and exchange the same values between them. Stop training by a value that is "
+                "the same on all workers: the logs of an epoch."
             )
         self._wait_until(lambda: name in self._results)
         self._at.pop(worker, None)
@@ -683,7 +683,7 @@ class Service:
             self._last_come.pop(name, None)
 
     def _may_come_back(self) -> bool:
-        """Returns whether another process may take the place of a worker. It may in its first call of `fit`."""
+        """Returns whether another process may take the place of a worker. It may before the second call of `fit`."""
         is_restarted = self._roles.source != launch_variables.SOURCE or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
         is_first = self._position is None or self._position["fit"] <= 1
         return not self._needs_all and is_restarted and is_first
@@ -780,7 +780,7 @@ class Service:
         self._left, self._lost = set(head["left"]), {int(worker): why for worker, why in head["lost"].items()}
         if head["groups"]:  # none if the job has just begun
             _log.warning(
-                "Server %d holds the shards of server %d again, as two servers do: one of them may be lost.",
+                "Server %d holds the shards of server %d again. Two servers hold them now: one can be lost.",
                 *(self._roles.index, self._shards),
             )
 
@@ -793,7 +793,7 @@ class Service:
             group.gradients.clear()
         self._await_for(config.read("TFRING_LOST_SECONDS"))
         _log.warning(
-            "Server %d goes on with the shards that server %d held: nothing that was acknowledged is lost.",
+            "Server %d continues with the shards that server %d held: nothing that was acknowledged is lost.",
             *(self._roles.index, self._shards if self._shards != self._roles.index else self._replica_number()),
         )
         self._changed.notify_all()
@@ -868,13 +868,13 @@ class Service:
         """
         if self._snapshots is None:
             raise PeerLostError(
-                f"the servers that held the shards of server {self._shards} are both gone, and were started again"
+                f"the servers that held the shards of server {self._shards} were both lost and started again"
             )
         found = self._snapshots.read(job) if self._job is None else None
         if found is None:
             raise PeerLostError(
-                f"the server was started again, and {self._snapshots.folder} has no snapshot of this job that it has "
-                "written"
+                f"the server was started again, but {self._snapshots.folder} has no snapshot of this job that it "
+                "wrote"
             )
         (head, arrays), posts = found
         self._job = job
@@ -884,8 +884,8 @@ class Service:
         self._await_for(config.read("TFRING_LOST_SECONDS"))
         updates = ", ".join(str(about["version"]) for about in head["groups"].values()) or "0"
         _log.warning(
-            "Server %d goes on from its snapshot, written %.1f s ago after update %s: what was pushed to it since is "
-            "lost.", self._roles.index, time.time() - head["time"], updates,
+            "Server %d continues from its snapshot, written %.1f s ago after update %s: what was pushed to it since "
+            "then is lost.", self._roles.index, time.time() - head["time"], updates,
         )
 
     def _take_groups(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:

@@ -33,8 +33,9 @@ def plan(
 ) -> list[Span]:
     """Distributes variables over servers by bytes. The result is the same on every process.
 
-    A variable of `split_bytes` or more that can be split is split by rows, as evenly as possible. The others are
-    placed from the largest to the smallest, each on the server with the fewest bytes, the first one in a tie.
+    A variable of `split_bytes` or more that can be split, and has a row for each server, is split by rows, as evenly as
+    possible. The others are placed from the largest to the smallest, each on the server with the fewest bytes, the
+    first one in a tie.
 
     Args:
       shapes: Shape of each variable.

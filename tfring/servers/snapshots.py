@@ -41,7 +41,7 @@ class Snapshots:
             self._beside.unlink()
         except OSError as error:
             raise ConfigurationError(
-                f"`snapshot_dir` is {folder!r}, a folder that this server cannot write: {error}."
+                f"`snapshot_dir` is {folder!r}, a folder that this server cannot write to: {error}."
             ) from None
 
     def begin(self, job: str) -> None:

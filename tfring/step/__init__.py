@@ -107,7 +107,7 @@ class Step:
         """Raises ConfigurationError in a pipeline that cuts the rows of a batch, because `what` needs all of them."""
         if self.parts > 1:
             raise ConfigurationError(
-                f"{what} needs all rows of a batch, and this Pipeline computes its loss from {self.parts} parts, of "
+                f"{what} needs all rows of a batch, but this Pipeline computes its loss from {self.parts} parts, of "
                 "replicas and microbatches. Make the Pipeline with num_microbatches=1 and data=1, or use another loss."
             )
 

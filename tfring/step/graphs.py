@@ -1,4 +1,4 @@
-"""Finds, in a graph, the variable that a tensor is read from and operations that may write it. Not in eager mode."""
+"""Finds, in a graph, the variable that a tensor is read from and operations that may write it; not in eager mode."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _BEGINS, _STOPS, _ENDS = range(3)  # a rank is about to begin a step, to leave t
 _HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three above
 
 _OWN_ROWS = (
-    "If each rank has rows of its own on purpose, set options.experimental_distribute.auto_shard_policy = "
+    "If each rank has its own rows on purpose, set options.experimental_distribute.auto_shard_policy = "
     "tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
 _OTHER_BATCHES = (
@@ -35,18 +35,18 @@ _OTHER_BATCHES = (
     f"{_OWN_ROWS}"
 )
 _OTHER_LENGTHS = (
-    "The ranks take different numbers of steps: for one the epoch has ended, another begins a step. Give every rank "
-    "the same `steps_per_epoch`, `validation_steps` or `steps`, and the same data."
+    "The ranks take different numbers of steps: one has ended its epoch while another begins a step. Use the same "
+    "`steps_per_epoch`, `validation_steps` or `steps`, and the same data, on every rank."
 )
 _ENDED_EARLY = (
-    "The data of one rank has ended while another still has rows. Every rank runs the same program over the same rows, "
-    "and tfring gives each its share of every batch: hand all rows to every rank, without `x[rank::n]` or "
+    "The data of one rank has ended while another still has rows. Every rank must run the same program over the same "
+    "rows, and tfring gives each its share of every batch: pass all rows on every rank, without `x[rank::n]` or "
     f"`dataset.shard`. {_OWN_ROWS}"
 )
 OTHER_OUTPUTS = (
     "An output of `predict` that has no dimension of rows differs between replicas, as a statistic of the batch does: "
-    "each replica sees its share. Return a value for each row, or compute it from the rows that `predict` returns. See "
-    "docs/data.md."
+    "each replica sees only its share. Return a value for each row, or compute it from the rows that `predict` "
+    "returns. See docs/data.md."
 )
 _STOPPED = 1  # among the reasons: a callback has stopped the loop on another rank
 _SENTENCES = {
@@ -63,7 +63,7 @@ class Status(NamedTuple):
 
     Attributes:
       has_batch: bool scalar, whether any rank has rows left.
-      goes_on: bool scalar, whether the step is taken. If it is False, `why_not` raises the reason.
+      goes_on: bool scalar, whether the step is taken. If not, `why_not` raises the reason, except at the data's end.
       flags: Three int64 scalars, nonzero if any rank begins a step, stops, ends its epoch; None with one replica.
       is_same: bool scalar, whether all ranks drew the same batch; None with one replica.
       ended_early: bool scalar, whether a rank has no batch while others drew the shared rows; None with one replica.

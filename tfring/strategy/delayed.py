@@ -67,13 +67,13 @@ class Delayed:
         tables: str = "average",
     ) -> None:
         if not isinstance(every, numbers.Integral) or isinstance(every, bool) or every < 1:
-            raise ConfigurationError(f"`every` is {every!r}, not a whole number of steps, 1 or more.")
+            raise ConfigurationError(f"`every` is {every!r}, not a number of steps (an integer of at least 1).")
         if local_momentum not in LOCAL_MOMENTA:
             raise ConfigurationError(f"`local_momentum` is {local_momentum!r}, not one of {LOCAL_MOMENTA}.")
         if tables not in TABLES:
             raise ConfigurationError(
-                f"`tables` is {tables!r}, not one of {TABLES}, how workers' differences of a table's row become one. "
-                'Use "diversity" for Adam and its kin, or leave it out.'
+                f"`tables` is {tables!r}, not one of {TABLES}, the ways to combine workers' differences of a table's "
+                'row. Use "diversity" for Adam and similar optimizers, or leave it out.'
             )
         if outer is not None:
             _check_outer(outer)
@@ -91,7 +91,7 @@ class Delayed:
 def _check_outer(outer: Any) -> None:
     if not isinstance(outer, keras.optimizers.Optimizer):
         raise ConfigurationError(
-            f"`outer` is {outer!r}, not an optimizer of Keras, such as keras.optimizers.SGD(0.7, momentum=0.9)."
+            f"`outer` is {outer!r}, not a Keras optimizer, such as keras.optimizers.SGD(0.7, momentum=0.9)."
         )
     others = ("LossScaleOptimizer", "MultiOptimizer")
     is_around_others = any(kind.__name__ in others for kind in type(outer).__mro__)
@@ -99,5 +99,5 @@ def _check_outer(outer: Any) -> None:
     if is_around_others or used:
         raise ConfigurationError(
             f"`outer` is {type(outer).__name__}{''.join(f' with {name}={getattr(outer, name)!r}' for name in used)}, "
-            "which does not update by one averaged difference a window. Use a plain optimizer such as SGD."
+            "which does not update by one averaged difference per window. Use a plain optimizer such as SGD."
         )

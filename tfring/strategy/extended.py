@@ -60,8 +60,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     ) -> None:
         if communication == "tensorflow" and config.read("TFRING_ENCRYPT"):
             raise ConfigurationError(
-                "communication=\"tensorflow\" is TensorFlow's own, which TFRING_ENCRYPT=1 does not encrypt. Use "
-                "communication=\"ring\", or an encrypted network (docs/security.md)."
+                "communication=\"tensorflow\" uses TensorFlow's own connections, which TFRING_ENCRYPT=1 does not "
+                'encrypt. Use communication="ring", or an encrypted network (docs/security.md).'
             )
         # Not super().__init__, which starts TensorFlow's own cluster and creates its own cross-device ops.
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
@@ -121,7 +121,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             if addresses != self.cluster.addresses:
                 raise ConfigurationError(
                     f'This process is in the cluster {addresses}, and with communication="tensorflow" it cannot join '
-                    f"{self.cluster.addresses}. Start processes of their own for another cluster."
+                    f"{self.cluster.addresses}. Start separate processes for another cluster."
                 )
             self._local_or_standalone_client_mode = True  # the server is already running
             self._enable_check_health = False
@@ -147,7 +147,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         known = {d.name.rpartition("/device:")[2] for d in tf.config.list_logical_devices()}
         missing = [n for n in names if n.rpartition("/device:")[2] not in known]
         if missing:
-            raise ConfigurationError(f"`devices` is {devices}, and this process has {sorted(known)}.")
+            raise ConfigurationError(f"`devices` is {devices}, but this process has {sorted(known)}.")
         return tuple(names), names[0].rpartition("/device:")[2].partition(":")[0]
 
     def _make_tensorflow_collectives(self) -> Collectives:
@@ -332,7 +332,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         if any(isinstance(value, Shares) for value in (*args, *(kwargs or {}).values())):
             raise ConfigurationError(
                 "strategy.run was called with a batch from the iterator of `fit`, which holds rows of all replicas. "
-                "Override `train_step`, or leave the iterator to what `super().make_train_function()` makes."
+                "Override `train_step`, or pass the iterator to the function that `super().make_train_function()` "
+                "returns."
             )
         if step.current() is not None or self.ring.is_alone:
             return self._run_replicas(fn, args, kwargs)
@@ -433,7 +434,7 @@ def _of_model(error: MismatchError, variable: str) -> MismatchError:
     """Returns the error for ranks that create different variables."""
     found = MismatchError(
         f"The ranks make different models: this rank makes {variable}. Make the same layers on all ranks; no size may "
-        f"depend on the rank, or on data that one rank has. {error}"
+        f"depend on the rank, or on data that only one rank has. {error}"
     )
     vars(found).update(vars(error))
     return found

@@ -17,15 +17,15 @@ from tfring.transport import secret
 _MOST = 0.5  # share of waiting above which the last line gives advice
 _LINKS = {"shm": "shared memory", "tcp": "TCP"}
 _ADVICE = (
-    " More than half was waiting: TFRING_TRACE=traces and `tfring report traces` show for whom, docs/speed.md what to "
-    "try."
+    " More than half was waiting: TFRING_TRACE=traces and `tfring report traces` show for whom; docs/speed.md says "
+    "what to try."
 )
 
 
 class RunLines:
     """Prints one line when a strategy of several workers is created, and one with its times when it is closed.
 
-    It holds no reference to the strategy, so an unused strategy is collected; its last line is then printed at exit.
+    It holds no reference to the strategy, so an unreferenced strategy is collected; its last line then comes at exit.
 
     Args:
       ring: The strategy's Ring.

@@ -3,7 +3,7 @@
 In TensorFlow the gradient of a sum over replicas is the sum of their gradients. In a step, each replica's gradient is
 weighted by its share only in the optimizer. A gradient that passes through such a sum is therefore weighted before it,
 and the result is divided by the share of the replica it belongs to. Keras' `BatchNormalization(synchronized=True)` is
-one user. In a step whose graph is edited, both functions return their argument, as in one process.
+one user. In a step that is traced as that of one process, both functions return their argument.
 A replica without rows computes on a padding row that does not count, so the values it passes do not count either.
 """
 

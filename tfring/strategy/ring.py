@@ -31,17 +31,17 @@ from tfring.strategy.lines import RunLines
 _COMMUNICATIONS = ("ring", "tensorflow")
 _RANDOM = ("replica", "global")
 _OF_MESHES = (
-    "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one device, and its "
-    "optimizer all slots of its weights."
+    "With a model or pipeline axis, workers exchange parts of layers over the ring, each worker has one device, and "
+    "its optimizer has all slots of its weights."
 )
 _OF_DELAYED = (
-    "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which differ in "
+    "With synchronization=Delayed(...), each worker is a replica that holds all weights and slots. They differ within "
     "windows, and the ring averages them."
 )
 _EXCLUSIONS = {  # by pair of options: why they exclude each other
-    ("cluster", "cluster_resolver"): "Both give the cluster.",
-    ("compression", "communication"): "TensorFlow's collectives send float32 as it is.",
-    ("compression", "shard_optimizer"): "Gradients travel as they are where they are reduced and scattered.",
+    ("cluster", "cluster_resolver"): "Both specify the cluster.",
+    ("compression", "communication"): "TensorFlow's collectives send float32 uncompressed.",
+    ("compression", "shard_optimizer"): "Gradients are sent uncompressed when they are reduced and scattered.",
     ("mesh", "communication"): _OF_MESHES,
     ("mesh", "shard_optimizer"): _OF_MESHES,
     ("mesh", "devices"): _OF_MESHES,
@@ -49,7 +49,7 @@ _EXCLUSIONS = {  # by pair of options: why they exclude each other
     ("synchronization", "communication"): _OF_DELAYED,
     ("synchronization", "shard_optimizer"): _OF_DELAYED,
     ("synchronization", "check_equal"): _OF_DELAYED,
-    ("trace", "communication"): '`trace`, or TFRING_TRACE, tells of the collectives of communication="ring".',
+    ("trace", "communication"): '`trace`, or TFRING_TRACE, records the collectives of communication="ring".',
 }
 
 
@@ -61,8 +61,9 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ring of all workers, and every replica applies the same update to the same weights.
 
     Args:
-      cluster: A `tfring.cluster.Cluster`. Defaults to the cluster that `tfring launch` or TF_CONFIG describes, or to
-        this process alone if neither describes one.
+      cluster: A `tfring.cluster.Cluster`. Defaults to the cluster that the first of these describes: `tfring launch`,
+        TF_CONFIG, torchrun, MPI, SLURM and the others of `tfring.cluster.detect`; or to this process alone if none
+        describes one.
       cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
       mesh: A `Mesh` that describes how the workers divide the work. With a model or a pipeline axis several workers
         form one replica: they train on the same rows, and `num_replicas_in_sync` is the size of the data axis.
@@ -70,7 +71,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       communication: "ring", the compiled ring of this package, or "tensorflow", TensorFlow's collective runtime (NCCL
         between GPUs, gRPC between CPUs). Defaults to "ring".
       devices: This worker's devices, such as `["GPU:0", "GPU:1"]`. Every worker must have the same number of devices.
-        Defaults to all its GPUs, or to its CPU.
+        Defaults to all GPUs of this worker, or to its CPU if it has none.
       sparse: A `SparseOptions` that describes how sparse gradients are reduced.
       bucket_bytes: Bytes of dense gradients at which a bucket is closed. One collective sums a bucket while the
         backward pass continues. Defaults to 32 MiB on one host, and to 8 MiB on several hosts, with smaller buckets
@@ -138,7 +139,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if communication not in _COMMUNICATIONS:
             raise ConfigurationError(f"`communication` is {communication!r}, not one of {_COMMUNICATIONS}.")
         if bucket_bytes is not None and not (isinstance(bucket_bytes, numbers.Integral) and bucket_bytes >= 1):
-            raise ConfigurationError(f"`bucket_bytes` is {bucket_bytes!r}, not a whole number, 1 or more, or None.")
+            raise ConfigurationError(f"`bucket_bytes` is {bucket_bytes!r}, not an integer of at least 1, or None.")
         if compression is not None and compression not in COMPRESSIONS:
             raise ConfigurationError(f"`compression` is {compression!r}, not one of {COMPRESSIONS} or None.")
         if random not in _RANDOM:
@@ -194,7 +195,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if synchronization is not None:
             if len(ring.devices) > 1:
                 raise ConfigurationError(
-                    f"`devices` has several devices, {ring.devices}, and with "
+                    f"`devices` has several devices, {ring.devices}, but with "
                     f"synchronization={type(synchronization).__name__}(...) a worker is one replica. Start a worker "
                     "for each, as `tfring launch` does."
                 )
@@ -220,8 +221,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._found = None
             before, now = changed
             warnings.warn(
-                f"The environment describes another cluster ({now}) than when RingStrategy() was made ({before}), "
-                "which this strategy keeps. Set TF_CONFIG and the like before RingStrategy().",
+                f"The environment describes a different cluster ({now}) than when RingStrategy() was made ({before}). "
+                "This strategy keeps the latter. Set TF_CONFIG and similar variables before RingStrategy().",
                 stacklevel=4,
             )
 
@@ -327,7 +328,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         With `synchronization=Delayed(...)`, call it before you read weights between two batches (`get_weights`, a call
         of the model, a checkpoint of TensorFlow). At the end of an epoch, and in `evaluate`, `predict` and saving,
-        tfring calls it. Without `synchronization`, or if nothing is held back, it does nothing.
+        tfring does so itself. Without `synchronization`, or if nothing is held back, it does nothing.
 
         Args:
           model: A Keras model of this strategy.
@@ -344,8 +345,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
 
         Args:
-          variables: Variables of Keras or TensorFlow. Variables that are not mirrored on all replicas (metrics, and the
-            shards of slots that `shard_optimizer` gives each worker) are skipped.
+          variables: Variables of Keras or TensorFlow. Skipped are variables of strings and those that replicas do not
+            mirror: metrics, and weights and slots that are sharded along the data axis, as by `shard_optimizer`.
 
         Raises:
           tf.errors.InvalidArgumentError: If replicas differ; on every rank, naming the variables and the replicas.

@@ -114,9 +114,9 @@ class ParameterServerStrategy(RingStrategy):
         max_restarts = config.read(launch_variables.MAX_WORKER_RESTARTS)
         if max_restarts and not is_star:
             raise ConfigurationError(
-                f"`tfring launch --max-worker-restarts {max_restarts}` does not go with update={update!r}, "
-                f"backup_workers={backup_workers}: a synchronous update equals one process, and needs all workers. Use "
-                'update="async" or `backup_workers`, or --max-restarts with tfring.callbacks.Backup.'
+                f"`tfring launch --max-worker-restarts {max_restarts}` cannot be used with update={update!r}, "
+                f"backup_workers={backup_workers}: a synchronous update equals that of one process, and needs all "
+                'workers. Use update="async" or `backup_workers`, or --max-restarts with tfring.callbacks.Backup.'
             )
         trace = config.read("TFRING_TRACE") if trace is None else trace
         if self.roles is not None:
@@ -135,7 +135,7 @@ class ParameterServerStrategy(RingStrategy):
         super().__init__(of_ring, trace=trace, check_equal=False)
         if len(self.ring.devices) > 1:
             raise ConfigurationError(
-                f"`devices` has several devices, {self.ring.devices}, and a worker of parameter servers computes on "
+                f"`devices` has several devices, {self.ring.devices}, but a worker of parameter servers computes on "
                 "one. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
         if self.roles is not None:
@@ -162,8 +162,8 @@ class ParameterServerStrategy(RingStrategy):
     def pull(self) -> None:
         """Pulls full weights, and the optimizer's slots, from the servers into this worker's model.
 
-        `fit` calls it at the end of an epoch, and everything that saves calls it first. Without it, in a callback after
-        a batch, rows of tables that later batches have not read yet may be out of date.
+        `fit` does so at the end of an epoch, and everything that saves does so first. Otherwise, in a callback after a
+        batch, rows of tables that later batches have not read yet may be out of date.
         """
         if self.ring.updater is not None:
             self.ring.updater.renew(with_slots=True)
@@ -205,26 +205,29 @@ def _check(settings: dict[str, Any], roles: Roles | None) -> None:
     elif late not in LATE:
         problem = f"`late` is {late!r}, not one of {LATE}"
     elif bound is not None and not is_count(bound):
-        problem = f"`max_staleness` is {bound!r}, not a whole number from 0, or None"
+        problem = f"`max_staleness` is {bound!r}, not an integer of at least 0, or None"
     elif not is_count(backup) or (num_workers is not None and backup >= num_workers):
-        problem = f"`backup_workers` is {backup!r}, not a whole number from 0 below the {num_workers} workers"
+        problem = (
+            f"`backup_workers` is {backup!r}, not an integer of at least 0 that is below the number of workers, "
+            f"{num_workers}"
+        )
     elif update == "sync" and (bound is not None or late != "wait"):
-        problem = '`max_staleness` and `late` do not go with update="sync", which takes no stale gradient'
+        problem = '`max_staleness` and `late` cannot be used with update="sync", which uses no stale gradients'
     elif update == "async" and backup:
-        problem = '`backup_workers` do not go with update="async", which waits for no worker'
+        problem = '`backup_workers` cannot be used with update="async", which waits for no worker'
     elif bound is None and late != "wait":
         problem = f"`late` is {late!r} without `max_staleness`: give both"
     elif settings["snapshot_dir"] is not None and update == "sync" and not backup:
         problem = (
-            '`snapshot_dir` does not go with update="sync" without `backup_workers`, which equals one process, '
-            "and shards of two moments do not. Use tfring.callbacks.Backup with `tfring launch --max-restarts`"
+            '`snapshot_dir` cannot be used with update="sync" without `backup_workers`, which equals one process: '
+            "shards of two moments would not. Use tfring.callbacks.Backup with `tfring launch --max-restarts`"
         )
     elif not is_count(replicas) or replicas not in (1, 2):
         problem = f"`replicas` is {replicas!r}, not 1 or 2, the number of servers that hold each shard"
     elif replicas == 2 and settings["snapshot_dir"] is not None:
         problem = "`replicas` and `snapshot_dir` are two ways to survive the loss of a server: leave out one of them"
     elif replicas == 2 and roles is not None and len(roles.servers) < 2:
-        problem = "`replicas=2` needs two servers or more (`tfring launch --servers 2`), and there is one"
+        problem = "`replicas=2` needs two servers or more (`tfring launch --servers 2`), but there is one"
     elif not is_seconds(settings["snapshot_seconds"]):
         problem = f"`snapshot_seconds` is {settings['snapshot_seconds']!r}, not a number above 0"
     if problem is not None:

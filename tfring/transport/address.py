@@ -42,14 +42,14 @@ def parse_address(text: str) -> Address:
     '[2001:db8::1]:12345'
     """
     if not isinstance(text, str):
-        raise ConfigurationError(f"{text!r} is a {type(text).__name__}, and no address. {_RULE}.")
+        raise ConfigurationError(f"{text!r} is a {type(text).__name__}, not an address. {_RULE}.")
     return _parse(text)
 
 
 @functools.lru_cache(4096)  # every rank parses the addresses of all ranks a few times
 def _parse(text: str) -> Address:
     if "://" in text:
-        raise _error(text, f'It takes no scheme: write "{text.split("://", 1)[1]}".')
+        raise _error(text, f'Leave out the scheme: write "{text.split("://", 1)[1]}".')
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         lone = text.strip(":")
@@ -62,7 +62,7 @@ def _parse(text: str) -> Address:
     if host.startswith("[") and host.endswith("]"):
         return Address(_ipv6(host[1:-1], text), _port(port, text))
     if ":" in host or "[" in host or "]" in host:
-        raise _error(text, f'An IPv6 address stands in brackets: write "[{host.strip("[]")}]:{port}".')
+        raise _error(text, f'An IPv6 address needs brackets: write "[{host.strip("[]")}]:{port}".')
     return Address(_name_or_ipv4(host, text), _port(port, text))
 
 
@@ -91,9 +91,9 @@ def _name_or_ipv4(host: str, text: str) -> str:
         except ValueError as error:
             raise _error(text, f"Not an IPv4 address: {error}.") from None
     if len(host) > 253 or not _HOST_NAME.fullmatch(host):
-        raise _error(text, f"{host!r} is no host name: letters, digits, '-', '_' and '.' only.")
+        raise _error(text, f"{host!r} is not a host name: use only letters, digits, '-', '_' and '.'.")
     return host.lower()
 
 
 def _error(text: str, what_to_do: str) -> ConfigurationError:
-    return ConfigurationError(f"{text!r} is no address. {_RULE}. {what_to_do}")
+    return ConfigurationError(f"{text!r} is not an address. {_RULE}. {what_to_do}")

@@ -5,10 +5,10 @@
     another rank ──TCP──────────►└──────────┘
     of another host                   └──► unauthenticated: dropped, after _GREETING_SECONDS at the latest
 
-Processes of one host connect only through the Unix socket, or preferably through it if there is a secret: the kernel
-tells each side the user of the other, descriptors can be handed over, and no other process can intercept. The socket is
-abstract, named after the address of the listener (so its network namespace is its host), and disappears with the
-process. TCP is served if the ranks of a job are on several hosts or have a secret.
+Processes of one host connect through the Unix socket: the kernel tells each side the user of the other, descriptors can
+be handed over, and no other process can intercept. The socket is abstract, named after the address of the listener (so
+its network namespace is its host), and disappears with the process. TCP is served only if the ranks of a job are on
+several hosts or have a secret; processes of one host then fall back to it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Listener:
 
     @classmethod
     def at(cls, tcp: socket.socket, key: bytes) -> Listener:
-        """Returns a listener for a listening socket, of which it keeps a duplicate."""
+        """Creates the listener for a listening socket; the listener keeps a duplicate of the socket."""
         name = (os.getpid(), os.fstat(tcp.fileno()).st_ino)
         with cls._instances_lock:
             cls._instances[name] = cls(tcp.dup(), key)
@@ -205,7 +205,7 @@ class Listener:
                 elif key.fd == self._wake:
                     os.eventfd_read(self._wake)
             while (oldest := next(iter(self._unauthenticated.values()), None)) and oldest.deadline <= time.monotonic():
-                self._drop(oldest, "it did not say in time what it is")
+                self._drop(oldest, "it did not identify itself in time")
             with self._changed:
                 self._sweep()
         for waiting in list(self._unauthenticated.values()):
@@ -248,14 +248,14 @@ class Listener:
             return
         peer = sockets.describe_peer(connection)
         if connection.family == socket.AF_UNIX and sockets.peer_of(connection)[1] != os.geteuid():
-            self._note(peer, "of another user")
+            self._note(peer, "it belongs to another user")
             connection.close()
             self._num_unwelcome += 1
             if self._num_unwelcome % _UNWELCOME_AT_ONCE == 0:  # a flood of them would keep this process busy
                 self._paused_until = time.monotonic() + _PAUSE_SECONDS
             return
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
-            self._drop_oldest("too many others came after it")
+            self._drop_oldest("too many others connected after it")
         channel = wire.Channel(connection, 0.0, connects=False)  # the deadline is now: sending never waits here
         conversation = handshake.answer(channel, self._key)
         deadline = time.monotonic() + _GREETING_SECONDS
@@ -284,7 +284,7 @@ class Listener:
             elif kind == "probe":
                 channel.send("here", rank=member.rank)
             elif hello["to"] != member.rank:
-                why = f"the process there takes itself for rank {member.rank}. Is every rank started once?"
+                why = f"the process there says that it is rank {member.rank}. Is every rank started once?"
                 channel.send("refused", why=why, final=False)
             else:
                 sockets.no_delay(channel.socket)

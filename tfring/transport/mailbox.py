@@ -69,22 +69,22 @@ def check(fds: Sequence[int]) -> None:
       OSError: If they cannot be inspected.
     """
     if len(fds) != 2:
-        raise ValueError(f"{len(fds)} descriptors came instead of memory and a doorbell")
+        raise ValueError(f"{len(fds)} descriptors were received instead of memory and a doorbell")
     memory, doorbell = fds
     try:
         seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
     except OSError:
-        raise ValueError("what came is no memory file") from None
+        raise ValueError("the first descriptor is not a memory file") from None
     if seals & _SEALS != _SEALS:
         raise ValueError("the memory file is not sealed")
     if os.fstat(memory).st_size != HEADER_BYTES + CAPACITY_BYTES:
-        raise ValueError("the memory file is of another size")
+        raise ValueError("the memory file has the wrong size")
     if fcntl.fcntl(memory, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise ValueError("the memory file is not to be written")
+        raise ValueError("the memory file is not open for reading and writing")
     if not stat.S_ISFIFO(os.fstat(doorbell).st_mode):
-        raise ValueError("the doorbell is no pipe")
+        raise ValueError("the doorbell is not a pipe")
     if fcntl.fcntl(doorbell, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
-        raise ValueError("the doorbell is not the writing end of a pipe")
+        raise ValueError("the doorbell is not the write end of a pipe")
     # With its own reading end the doorbell can be rung without SIGPIPE after the peer has died.
     both = os.open(f"/proc/self/fd/{doorbell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     os.dup2(both, doorbell, inheritable=False)

@@ -66,9 +66,9 @@ def open_listener(
 
 
 def listen() -> tuple[str, int]:
-    """Listens for other ranks, for use with a launcher that tfring does not know.
+    """Listens for other ranks, for use with an engine that tfring does not detect (docs/clusters.md).
 
-    Send the address to the other ranks by the launcher's own means, gather theirs, and create the cluster:
+    Send the address to the other ranks by the engine's own means, gather theirs, and create the cluster:
 
     >>> address, fd = listen()
     >>> addresses = [address]                        # of all ranks, in order
@@ -121,8 +121,8 @@ def named_address() -> str | None:
         if name == wanted or (network is not None and ipaddress.ip_address(address.split("%")[0]) in network):
             return address
     raise ConfigurationError(
-        f"TFRING_INTERFACE={wanted!r} is neither an interface of {socket.gethostname()} nor the network of one. It has "
-        f"{', '.join((f'{name} ({address})' for name, address in there))}. Write, for instance:\n  export "
+        f"TFRING_INTERFACE={wanted!r} is neither an interface of {socket.gethostname()} nor the network of one. The "
+        f"host has {', '.join((f'{name} ({address})' for name, address in there))}. Write, for instance:\n  export "
         f"TFRING_INTERFACE={next((name for name, _ in there if name != 'lo'), 'lo')}"
     )
 
@@ -143,7 +143,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def host_identity() -> str:
-    """Returns a text that is the same for processes on this host, in its network and boot, and differs elsewhere."""
+    """Returns a text that is the same for processes that share this host, its network and its boot, and no others."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,7 +13,7 @@ from tfring.errors import ConfigurationError
 VARIABLE = "TFRING_SECRET"
 FILE_VARIABLE = "TFRING_SECRET_FILE"
 _HOW_TO = f"""\
-`tfring launch` makes one a run. By hand, the same on all ranks, and never on a command line:
+`tfring launch` makes one for each run. By hand, set the same on all ranks, and never on a command line:
   export {FILE_VARIABLE}=/run/secrets/tfring    # a file that you alone may read, made by: openssl rand -hex 32
   export {VARIABLE}=..."""
 
@@ -52,12 +52,12 @@ def of(cluster: Any) -> bytes:
     """Returns the key to a cluster's listeners; empty if there is no secret.
 
     Raises:
-      ConfigurationError: If there is no secret and `TFRING_REQUIRE_SECRET` is set; see also `configured`.
+      ConfigurationError: If there is no secret and `TFRING_REQUIRE_SECRET` requires one; see also `configured`.
     """
     secret = getattr(cluster, "secret", None) or configured()
     if secret is None and config.read("TFRING_REQUIRE_SECRET"):
         raise ConfigurationError(
-            f"No secret is set, and TFRING_REQUIRE_SECRET=1 needs {VARIABLE} or {FILE_VARIABLE}. {_HOW_TO}"
+            f"No secret is set, but TFRING_REQUIRE_SECRET=1 needs {VARIABLE} or {FILE_VARIABLE}. {_HOW_TO}"
         )
     return (secret or "").encode()
 
@@ -66,6 +66,6 @@ def warning(where: str) -> str:
     """Returns the warning for ranks on several hosts without a secret."""
     return (
         f"These ranks have no secret: a process that reaches {where} over the network can act as a rank or listen to "
-        f"it, as with TensorFlow's own server. On a network that others share, set {FILE_VARIABLE} or {VARIABLE} "
-        "alike on all ranks, or start them by `tfring launch`, which does (docs/security.md)."
+        f"it, as with TensorFlow's own server. On a network that others share, set the same {FILE_VARIABLE} or "
+        f"{VARIABLE} on all ranks, or start them with `tfring launch`, which sets one (docs/security.md)."
     )

@@ -39,7 +39,7 @@ def raise_descriptor_limit(descriptors: int) -> int:
 
 
 def without_descriptors(num_processes: int, wanted: int) -> str:
-    """Returns the error for processes that cannot be started; `wanted` is the limit that they need."""
+    """Returns the reason why processes cannot be started; `wanted` is the limit that they need."""
     return (
         f"no file descriptors left: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and "
         f"{num_processes} processes take up to {wanted}. Raise it (`ulimit -n {wanted}`, or LimitNOFILE of a "
@@ -90,7 +90,8 @@ def connect_locally(hosts: list[str], port: int, *, strict: bool) -> socket.sock
                 return connection
             connection.close()
             if strict:
-                raise PermissionError(errno.EPERM, f"process {process} of user {user}, not {os.geteuid()}, is there")
+                why = f"process {process} of user {user}, not {os.geteuid()}, listens there"
+                raise PermissionError(errno.EPERM, why)
     return None
 
 
@@ -130,7 +131,7 @@ def listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.sock
         if user == os.geteuid():
             raise RendezvousError(f"{text} Is every rank started once?") from None
         if not with_secret:
-            raise RendezvousError(f"{text} Take another port, or set a secret (docs/security.md).") from None
+            raise RendezvousError(f"{text} Use another port, or set a secret (docs/security.md).") from None
         _log.warning("%s They use TCP, which is slower.", text)
         return None
 
@@ -151,8 +152,8 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 break
     raise RendezvousError(
-        f"Rank {cluster.rank} cannot listen at {address}: {problem}. Is the address this machine's, does an earlier "
-        "run still hold the port, and is every rank started once?"
+        f"Rank {cluster.rank} cannot listen at {address}: {problem}. Does the address belong to this machine, does "
+        "an earlier run still hold the port, and is every rank started once?"
     ) from problem
 
 

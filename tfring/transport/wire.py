@@ -159,10 +159,10 @@ class Format:
         kind = message.pop("kind", None)
         fields = self.kinds.get(kind) if isinstance(kind, str) else None
         if fields is None:
-            raise WireError(f"a message of kind {str(kind)[:40]!r}, where {' or '.join(self.kinds)} may come")
+            raise WireError(f"a message of kind {str(kind)[:40]!r}, where {' or '.join(self.kinds)} is expected")
         if message.keys() != fields.keys():
             odd = ", ".join(sorted(name[:40] for name in message.keys() ^ fields.keys())[:8])
-            raise WireError(f"{kind}: it has {', '.join(fields) or 'no field'}; missing or too much: {odd}")
+            raise WireError(f"{kind}: it has {', '.join(fields) or 'no field'}; missing or unexpected: {odd}")
         for name, field in fields.items():
             if not field(message[name]):
                 raise WireError(f"{kind}: {name} is {json.dumps(message[name])[:80]}")
@@ -171,7 +171,7 @@ class Format:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return dict(pairs)
 
 
@@ -280,7 +280,7 @@ class Channel:
         self._write(pack("challenge", self._challenge))
 
     def challenged(self, by: Message, secret: bytes) -> None:
-        """Receives the other side's challenge; all further messages are tagged."""
+        """Derives the key from both challenges; all further messages are tagged."""
         if len(by.data) != CHALLENGE_BYTES or by.data == self._challenge:
             raise WireError("no challenge")
         both = (self._challenge, by.data) if self._mine == b"c" else (by.data, self._challenge)
@@ -298,7 +298,7 @@ class Channel:
         try:
             self.receive(self.PROOFS)
         except ConnectionError as error:
-            why = "it does not take this rank's secret: TFRING_SECRET differs, or is set on some ranks only"
+            why = "it does not accept this rank's secret: TFRING_SECRET differs, or is set on some ranks only"
             raise NoProofError(why) from error
 
     def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> None:
@@ -356,7 +356,7 @@ class Channel:
                 if tagged:
                     tag = self._tag(self._theirs, self._num_received, signed)
                     if not hmac.compare_digest(tag, message.data):
-                        raise NoProofError("its tag is not that of the secret")
+                        raise NoProofError("its tag does not match the secret")
                     self._num_received += 1
                     message = message._replace(data=b"")
                 return message

@@ -37,7 +37,7 @@ def adopt_optimizers(model: Any, ring: Ring) -> None:
         if getattr(optimizer, "_distribution_strategy", ring.strategy) is ring.strategy:
             continue
         if optimizer.built:
-            raise _not_of_scope(optimizer, "built outside the scope of the model's strategy")
+            raise _not_of_scope(optimizer, "and was built there")
         optimizer._distribution_strategy = ring.strategy
         join_ring(optimizer)
         adopt_variables(optimizer._variables, ring)
@@ -73,7 +73,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
       ConfigurationError: If a variable was made in a scope and the optimizer was not.
     """
     if any(ring_of_variable(v) is not None for v in variables):
-        raise _not_of_scope(optimizer, "to be applied to variables made in the scope")
+        raise _not_of_scope(optimizer, "and is applied to variables made in the scope")
     return any(mark_of(v).update or mark_of(v).sums_ids for v in variables)
 
 

@@ -149,9 +149,9 @@ class LocalSteps(Updater):
                 problem = f"{type(layer).__name__} {layer.name!r}, which exchanges statistics of batches"
         if problem:
             raise ConfigurationError(
-                f"synchronization=Delayed(...) does not train a model with {problem}. A worker computes steps from its "
-                "own rows, without XLA. Leave it out (keras.layers.BatchNormalization in its place), or train without "
-                "Delayed."
+                f"synchronization=Delayed(...) cannot train a model with {problem}. Each worker computes steps from "
+                "its own rows, without XLA. Leave it out (use keras.layers.BatchNormalization instead), or train "
+                "without Delayed."
             )
 
     def on_build(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -169,22 +169,22 @@ class LocalSteps(Updater):
     def _problem_of(self, optimizer: Any, variables: Sequence[Any]) -> str | None:
         """Returns the property of an optimizer that does not go with Delayed; None if it has none."""
         if any(base.__name__ in _WEIGHTS_IN_SLOTS for base in type(optimizer).__mro__):
-            return "slots from which weights are computed again"
+            return "slots from which weights are recomputed"
         if self._asked.local_momentum == "reset" and not isinstance(optimizer, keras.optimizers.SGD):
-            return "local_momentum='reset', which is for SGD alone"
+            return "local_momentum='reset', which works with SGD only"
         problem = next((f"{n}={getattr(optimizer, n)!r}" for n in _NOT_WITH if getattr(optimizer, n, None)), None)
         if optimizer._delegates:
-            problem = "an optimizer around others"
+            problem = "other optimizers inside it"
         for variable in variables:
             if mark_of(variable).sharding or mark_of(variable).update or is_value(variable):
-                problem = f"the variable {variable.path!r}, which is sharded or no plain weight"
+                problem = f"the variable {variable.path!r}, which is sharded or not a plain weight"
         return problem
 
     def _check_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         problem = self._problem_of(optimizer, variables)
         if problem:
             raise ConfigurationError(
-                f"synchronization=Delayed(...) does not train by {type(optimizer).__name__} {optimizer.name!r} with "
+                f"synchronization=Delayed(...) cannot use {type(optimizer).__name__} {optimizer.name!r} with "
                 f"{problem}. Each worker holds full weights, and its own optimizer updates them. Leave it out, or "
                 "train without Delayed."
             )
@@ -200,9 +200,9 @@ class LocalSteps(Updater):
         running = step.current()
         if running is None or (self.ring.num_replicas > 1 and running.share is None):
             raise ConfigurationError(
-                "synchronization=Delayed(...) does not train in a loop of your own, which called apply of "
-                f"{type(optimizer).__name__} {optimizer.name!r}: Keras' steps know the rows of each worker. Use `fit` "
-                "or `train_on_batch`, or train without Delayed."
+                "synchronization=Delayed(...) cannot train in a custom training loop, such as the one that called "
+                f"`apply` of {type(optimizer).__name__} {optimizer.name!r}: only Keras' steps know the rows of each "
+                "worker. Use `fit` or `train_on_batch`, or train without Delayed."
             )
         return running
 

@@ -47,7 +47,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
                 refuse_unless_element_wise(
                     self,
                     "A worker has a shard of each weight that is sharded over workers",
-                    "layers that are not divided",
+                    "layers that are not sharded",
                 )
         super().build(variables)
         if self._ring is not None and self._ring.updater is not None:
@@ -59,7 +59,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         by_rows = [v for v in every if tables.update_of(v) == "rows"]
         if by_rows or any(sharding_of(v) is not None for v in every):
             refuse_unless_element_wise(
-                self, "A ShardedEmbedding updates some rows of a table apart from others", "keras.layers.Embedding"
+                self, "A ShardedEmbedding updates some rows of a table separately from others", "keras.layers.Embedding"
             )
         if by_rows:
             tables.refuse_what_goes_over_all_rows(self, by_rows[0])

@@ -22,7 +22,7 @@ class ReducedForOverrides:
     therefore sent twice.
     """
 
-    _overrides: frozenset[str] = frozenset()  # of "apply" and "apply_gradients"
+    _overrides: frozenset[str] = frozenset()  # "apply", "apply_gradients" or both
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         own: Any = super()

@@ -375,7 +375,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
 def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of `fit` and `strategy.run`, which would "
-        f"train a model on each of {ring.cluster.world_size} workers alone. Write the step as "
+        f"train a separate model on each of {ring.cluster.world_size} workers. Write the step as "
         "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
     )
 
@@ -383,8 +383,9 @@ def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
 def _summed_before(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} got gradients that `strategy.all_reduce_gradients` returned, "
-        "and under `strategy.run` both sum over replicas. Pass the optimizer the gradients of the tape, or divide the "
-        "sums by `strategy.num_replicas_in_sync` first; see docs/custom_training.md, Loops of your own."
+        "but under `strategy.run` the optimizer sums over replicas as well. Pass the optimizer the gradients of the "
+        "tape, or divide the sums by `strategy.num_replicas_in_sync` first; see docs/custom_training.md, Loops of your "
+        "own."
     )
 
 

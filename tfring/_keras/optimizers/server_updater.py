@@ -76,7 +76,7 @@ class ServerUpdater(Updater):
     def bytes_sent(self) -> int:
         return self.client.bytes_sent()
 
-    def seconds_waited(self) -> None:  # `fit` logs the time waited for servers
+    def seconds_waited(self) -> None:  # `Statistics` counts the time waited for servers
         return None
 
     def apply(
@@ -188,9 +188,9 @@ class ServerUpdater(Updater):
         for each in placed:
             if not can_split[id(each.variable)] and not all(span.is_full for span in each.spans):
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} {optimizer.name!r} needs full weights, and servers hold "
-                    f"{each.variable.path!r} in shards, as another optimizer began to train it. Train first with the "
-                    "optimizer that needs full weights."
+                    f"{type(optimizer).__name__} {optimizer.name!r} needs full weights, but servers hold "
+                    f"{each.variable.path!r} in shards, because another optimizer began to train it. Train first with "
+                    "the optimizer that needs full weights."
                 )
         return placed
 
@@ -264,7 +264,7 @@ class ServerUpdater(Updater):
             if epoch_iterator.steps_per_epoch:
                 raise ConfigurationError(
                     f"steps_per_epoch={epoch_iterator.steps_per_epoch} cuts an epoch of workers that share the batches "
-                    "of the data: each batch is trained once an epoch, on any worker. Leave it out, and use "
+                    "of the data: each batch is used once per epoch, by any worker. Leave it out, and use "
                     "`dataset.take`."
                 )
             epoch_iterator._num_batches = None  # this worker's number of batches is known at the end
@@ -399,16 +399,16 @@ class ServerUpdater(Updater):
             assign(variable, (value / rows).astype(str(variable.dtype)))
 
     def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the batches that this worker trains on. Server 0 assigns different ones to each worker."""
+        """Returns the batches that this worker trains on. If `is_star`, server 0 assigns each worker different ones."""
         if not self.is_star:
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed but not reached, by epoch
         has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
         if not has_own_rows and _tf.leaves_order_open(dataset):
             raise ConfigurationError(
-                "A dataset with deterministic=False in `map` or `batch` gives each worker another order. With "
-                "asynchronous updates or backup workers all draw the same batches in the same order, and one of them "
-                "trains each. Leave it out. (docs/parameter_servers.md)"
+                "A dataset with deterministic=False in `map` or `batch` gives each worker a different order. With "
+                "asynchronous updates or backup workers, all workers must draw the same batches in the same order, and "
+                "one of them trains on each batch. Leave it out. (docs/parameter_servers.md)"
             )
         left_out = plan_of(dataset).depends_on_randomness
 
@@ -457,9 +457,9 @@ class ServerUpdater(Updater):
         return {"epoch": epoch, "first": first}, [np.array(digests, np.int64)]
 
     def callbacks(self, callbacks: list) -> list:
-        """Returns the callbacks of `fit`, after one that adds staleness and waiting to the logs of an epoch.
+        """Returns the callbacks of `fit`. If `is_star`, one before them adds staleness and waiting to an epoch's logs.
 
-        They are followed by one that stops training on all workers if a callback of any worker has stopped it.
+        One after them then stops training on all workers if a callback of any worker has stopped it.
 
         Raises:
           ConfigurationError: If a callback restarts all workers at one step: here each proceeds by itself.
@@ -471,8 +471,8 @@ class ServerUpdater(Updater):
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "Backup":
                 raise ConfigurationError(
-                    f"{type(callback).__name__} does not go with asynchronous updates or backup workers, which do not "
-                    "restart at one step. Use ModelCheckpoint, and `model.load_weights` before `fit`."
+                    f"{type(callback).__name__} does not work with asynchronous updates or backup workers, which do "
+                    "not restart at the same step. Use ModelCheckpoint, and `model.load_weights` before `fit`."
                 )
         updater = self
 
@@ -541,7 +541,7 @@ class Statistics:
         self.rows += rows if rows >= 0 else 1
 
     def histograms(self) -> dict[str, dict]:
-        """Returns the number of gradients of each staleness, and for each upper bound of waiting in seconds."""
+        """Returns the numbers of gradients by staleness, and by the upper bound of their wait in seconds."""
         staleness = {n: int(count) for n, count in enumerate(self.array[: self.STALENESS]) if count}
         waits = zip(self.WAITS, self.array[self.STALENESS : -3], strict=True)
         return {"staleness": staleness, "waited_seconds": {bound: int(count) for bound, count in waits if count}}
@@ -769,12 +769,15 @@ class _Group:
     def _slots_differ(self, path: str) -> ConfigurationError:
         return ConfigurationError(
             f"The optimizers of a server and a worker have different variables: only one of them has {path!r} of "
-            f"{type(self._optimizer).__name__}. A class of your own makes its variables of each weight by "
+            f"{type(self._optimizer).__name__}. A custom class must make its variables for each weight with "
             "`add_optimizer_variables` or `add_variable_from_reference`."
         )
 
     def pull(self) -> None:
-        """Pulls full weights from the servers, except those that the program has assigned, on all workers alike."""
+        """Pulls full weights from the servers, but keeps those that the program has assigned.
+
+        These have to be equal on all workers: worker 0 sends its own to the servers first.
+        """
         if self._client.rank == 0:
             self.send_assigned()
         replies = self._client.ask_all("pull", [{"group": self._number}] * self._client.num_servers)
@@ -801,7 +804,7 @@ class _Group:
         self._note_seen()
 
     def send_changes(self) -> bool:
-        """Sends variables assigned since the last `pull` to the servers, and returns whether there were any."""
+        """Sends variables changed since the last `pull` as `send_assigned` does; returns whether there were any."""
         seen = self._updater._seen
         changed = [v for v in self.variables if id(v) in seen and seen[id(v)] != _digest(v)]
         if self._seen_slots is not None:
@@ -812,7 +815,7 @@ class _Group:
         return self.send_assigned()
 
     def send_assigned(self) -> bool:
-        """Sends worker 0's variables that the program has assigned to the servers, and returns if there were any."""
+        """Sends to the servers, from worker 0, what the program has assigned; returns whether there was anything."""
         updater = self._updater
         weights = [n for n, v in enumerate(self.variables) if updater.was_assigned(v)]
         slots = [slot for slot in self._slots_held() if updater.was_assigned(slot)]
@@ -886,7 +889,7 @@ def _reads_of(variable: Any) -> set[str]:
 
 def _reads_more_than_first(table: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"This step reads all rows of table {table.path!r}, and the step that was traced first read only the rows of "
+        f"This step reads all rows of table {table.path!r}, but the step that was traced first read only the rows of "
         "its batch. Compile the model again before another step."
     )
 
@@ -919,12 +922,12 @@ def _learning_rate(optimizer: Any) -> tf.Tensor:
 def _check_variable(variable: Any) -> None:
     if mark_of(variable).sharding or mark_of(variable).update:
         raise ConfigurationError(
-            f"{variable.path!r} belongs to a layer that shards it over workers, and servers hold full weights. Use "
-            "keras.layers.Embedding, Dense or MultiHeadAttention in its place, or RingStrategy."
+            f"{variable.path!r} belongs to a layer that shards it over workers, but servers hold full weights. Use "
+            "keras.layers.Embedding, Dense or MultiHeadAttention instead, or use RingStrategy."
         )
     if getattr(variable, "overwrite_with_gradient", False) or str(variable.dtype) not in messages.DTYPES:
         raise ConfigurationError(
-            f"{variable.path!r} has dtype {variable.dtype}, and servers hold float variables that an optimizer updates."
+            f"{variable.path!r} has dtype {variable.dtype}, but servers hold float variables that an optimizer updates."
         )
 
 

@@ -118,7 +118,7 @@ class ShardGroup:
         here = strategy.num_replicas_in_sync if ring is None else len(ring.devices)
         if here > 1:
             raise ConfigurationError(
-                f"A {layer} works for one replica of each worker, and this process has {here} replicas of a "
+                f"A {layer} supports one replica per worker, but this process has {here} replicas of a "
                 f"{type(strategy).__name__}. Give each worker one device, or use {instead}."
             )
         if ring is None:
@@ -193,7 +193,7 @@ def full_shape(variable: Any) -> tuple[int, ...]:
 
 
 def full_shapes() -> contextlib.AbstractContextManager:
-    """Makes Keras variables show this thread their shapes in one process, while it is entered."""
+    """Makes Keras variables show this thread their shapes in one process, inside the context."""
     return setting(_local, "shows_full_shapes", True)
 
 

@@ -236,21 +236,22 @@ def check_optimizer(optimizer: Any) -> None:
     what = f"{type(optimizer).__name__} {optimizer.name!r}"
     if type(optimizer).__name__ in ("LossScaleOptimizer", "MultiOptimizer"):
         raise ConfigurationError(
-            f"Servers do not run {what}: they run Keras' own optimizers, and none around another. Use the inner one."
+            f"Servers do not run {what}: they run Keras' own optimizers, but none that wraps another. Use the inner "
+            "one."
         )
     if optimizer.use_ema:
         raise ConfigurationError(
-            f"Servers do not run {what} with use_ema=True, for they keep no moving averages of weights. Leave it out."
+            f"Servers do not run {what} with use_ema=True: they keep no moving averages of weights. Leave it out."
         )
     if optimizer.loss_scale_factor:
         raise ConfigurationError(
-            f"Servers do not run {what} with loss_scale_factor={optimizer.loss_scale_factor}, for they do not scale "
+            f"Servers do not run {what} with loss_scale_factor={optimizer.loss_scale_factor}: they do not scale "
             "gradients. Leave it out."
         )
     try:
         made = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
         if type(made) is not type(optimizer):
-            raise TypeError(f"of its configuration comes a {type(made).__name__}")
+            raise TypeError(f"its configuration yields a {type(made).__name__}")
     except Exception as error:
         raise ConfigurationError(
             f"Servers cannot make {what} from its configuration: {error}. Register its class and all classes in it "

@@ -67,7 +67,7 @@ class Shards:
         return held
 
     def gather_into(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Assigns weights, on all ranks, the full values gathered from the shards or slots of each rank."""
+        """Assigns to weights, on all ranks, the full values gathered from the shards or slots of each rank."""
         gathered = gather(self.ring.gradient_ops, values, name="weights")
         for variable, value in zip(variables, gathered, strict=True):
             variable.assign(value)
@@ -96,11 +96,11 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
         return
     kind = optimizer.__class__
     raise ConfigurationError(
-        f"{kind.__name__} {optimizer.name!r} is not known to compute element by element. {rule}, and the optimizer has "
-        "to update each element from its own gradient and slots. Adafactor, Lamb and Muon need full weights. Use "
-        f"another optimizer, such as AdamW, or {way_out}; a class of your own that computes element by element, and "
-        "makes its slots by `add_optimizer_variables` or `add_variable_from_reference`, declares it by the class "
-        "attribute `element_wise = True`."
+        f"{kind.__name__} {optimizer.name!r} is not known to compute element by element. {rule}, so the optimizer must "
+        "update each element from its own gradient and slots. Adafactor, Lamb and Muon need full weights. Use another "
+        f"optimizer, such as AdamW, or {way_out}. If your own class computes element by element and makes its slots "
+        "with `add_optimizer_variables` or `add_variable_from_reference`, give it the class attribute `element_wise = "
+        "True`."
     )
 
 

@@ -2,7 +2,7 @@
 
 So they load into any cluster. Each rank has a shard of them, so all ranks take part in saving, even if only one writes.
 Saving a model first gathers all its shards, always in the same order, regardless of which ones are then written. No
-rank holds more than a block of rows at a time. The rank that writes keeps large full values in a file until then
+rank receives more than a block of rows at a time. The rank that writes keeps large full values in a file until then
 (`blocks.py`).
 """
 
@@ -63,9 +63,9 @@ def _warn_of_parts(model: Any) -> None:
         if steps:
             warnings.warn(
                 f"The file of model {model.name!r} has this worker's part of the gradients that {optimizer.name!r} has "
-                f"accumulated in {steps} of {every} steps, so training that goes on from it differs by an update from "
-                f"one process. Save after a multiple of {every} steps, or use tfring.callbacks.Backup, which keeps the "
-                "parts of all workers.",
+                f"accumulated in {steps} of {every} steps, so training that continues from it differs by an update "
+                f"from training in one process. Save after a multiple of {every} steps, or use "
+                "tfring.callbacks.Backup, which saves the parts of all workers.",
                 stacklevel=2,
             )
 
@@ -147,13 +147,13 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
       holder: The layer or the optimizer.
       save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
     """
-    writer, cure = "tf.saved_model.save", "load that file in one process, and export there"
+    writer, cure = "tf.saved_model.save", "load that file in one process, and export it there"
     if save_type == "checkpoint":
-        writer, cure = "tf.train.Checkpoint", "which writes whole weights and slots"
+        writer, cure = "tf.train.Checkpoint", "which writes full weights and slots"
     received = "".join(f"{v.path!r} of " for v in shards[:1])
     return ConfigurationError(
         f"{writer} would write only this rank's shard of a {kind}, {received}{type(holder).__name__} {holder.name!r}. "
-        f"Save by `tfring.save(model, path)` on all ranks, {cure}."
+        f"Save with `tfring.save(model, path)` on all ranks, {cure}."
     )
 
 
@@ -170,7 +170,7 @@ def install() -> None:
 
     @seam(saving_lib, "is_memory_sufficient")
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
-        """Returns False for large shards. Otherwise Keras assembles a file in memory, or reads it there, to pack it."""
+        """Returns False also for large sharded values. With True, Keras packs and unpacks a file in memory."""
         sizes = [math.prod(full_shape(v)) * v.value.dtype.size for v in sharded_variables_of(model)]
         with full_shapes():
             return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)

@@ -52,8 +52,8 @@ def refuse_new_weights() -> None:
 def full_weights_error(received: str) -> ConfigurationError:
     """Returns the error for features that need full weights: no worker of a pipeline has all of them."""
     return ConfigurationError(
-        f"A worker of a Pipeline has the weights of its stage only, and LoRA and quantization need all: {received}. "
-        "Save the model, and call enable_lora() or quantize() in one process that loads it."
+        f"A worker of a Pipeline has the weights of its stage only, but LoRA and quantization need all: {received}. "
+        "Save the model, load it in one process, and call enable_lora() or quantize() there."
     )
 
 

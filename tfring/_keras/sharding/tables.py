@@ -80,8 +80,8 @@ class InitialRows:
             if self._is_large(end - begin) and not _draws_row_by_row(initializer):
                 raise ConfigurationError(
                     f"{layer!r} has the shape {(end - begin, *sharding.shape[1:])}, too large to be drawn in one "
-                    f"block, and its initializer {type(initializer).__name__} cannot draw blocks of rows. A table of "
-                    f"more than {WHOLE_ELEMENTS} elements takes {', '.join(_ROW_BY_ROW)}, or VarianceScaling with "
+                    f"block, but its initializer {type(initializer).__name__} cannot draw blocks of rows. For a table "
+                    f"of more than {WHOLE_ELEMENTS} elements use {', '.join(_ROW_BY_ROW)}, or VarianceScaling with "
                     'mode="fan_out".'
                 )
 
@@ -219,7 +219,7 @@ def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
         raise ConfigurationError(
             f'Table {variable.path!r} has update="rows" and got a dense gradient, of shape {gradient.shape}. Only '
             'lookups may use such a table. Make the layer with update="dense", and do not use its `embeddings` in a '
-            "loss: each worker has its own rows of them."
+            "loss: each worker has only its own rows."
         )
     key, index = optimizer._var_key(variable), optimizer._get_variable_index(variable)
     weight = _Rows(variable, gradient.indices, key)
@@ -252,7 +252,7 @@ def refuse_what_goes_over_all_rows(optimizer: Any, table: Any) -> None:
     if wanted:
         raise ConfigurationError(
             f"{type(optimizer).__name__} {optimizer.name!r} has {wanted[0]}={getattr(optimizer, wanted[0])}, which "
-            f'changes all rows, and table {table.path!r} has update="rows", which changes only rows with a gradient. '
+            f'changes all rows, but table {table.path!r} has update="rows", which changes only rows with a gradient. '
             'Make the layer with update="dense".'
         )
 

@@ -10,7 +10,7 @@
 namespace tfring {
 namespace {
 
-// Checks that there are four scalars, and that momentum, velocity and weight have one shape.
+// Checks that there are four scalars, and that momentum, velocity and weight have one size.
 bool are_of_adam(const TF_Tensor* scalars, const InPlaceTensors& tensors) {
   if (tensors.count() != 3) return false;
   const tfring_tensor* all = tensors.data();
@@ -35,7 +35,7 @@ void adam(void* state, TF_OpKernelContext* context) {
     return invocation.fail(kTfInvalidArgument, "Adam got a gradient of " + std::to_string(size) +
                                                    " bytes for a weight of " +
                                                    std::to_string(num_bytes(all[2])) +
-                                                   ". It takes four scalars, and a gradient of the "
+                                                   ". It needs four scalars, and a gradient with the "
                                                    "shape of the weight and its slots");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
@@ -64,9 +64,9 @@ void adam_rows(void* state, TF_OpKernelContext* context) {
     return invocation.fail(
         kTfInvalidArgument,
         "Adam got rows of " + std::to_string(size) + " bytes with " + std::to_string(count) +
-            " ids for a weight whose rows have " + std::to_string(row) +
-            ". It takes four "
-            "scalars, and rows of the shape of the weight's and its slots', with an id each");
+            " ids for a weight with rows of " + std::to_string(row) +
+            " bytes. It needs four scalars, and rows with the shape of the rows of the weight and its slots, "
+            "with one id each");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};

@@ -88,9 +88,9 @@ Status CallLock::contended(const Claim& claim) const {
   return {Code::kMismatch,
           "two threads of rank " + std::to_string(settings_.rank) + " called \"" + claim.call.name +
               "\" of ring \"" + claim.group->name +
-              "\" at the same time, and ranks cannot know whose call belongs to whose. " +
-              "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
-              "thread a communicator of its own",
+              "\" at the same time, so ranks cannot match their calls. " +
+              "Call it from one thread (in a Dataset.map without num_parallel_calls), or give each " +
+              "thread its own communicator",
           Reason::kThreads, settings_.rank};
 }
 

@@ -55,7 +55,7 @@ Status Collectives::run(const tfring_call& call, const tfring_tensor* tensors, i
     case Kind::kBarrier:
       return small_all_reduce(call, nullptr, 0);
     default:
-      return execution_.fail(Code::kInternal, "the ring has no plan of " + execution_.here());
+      return execution_.fail(Code::kInternal, "the ring has no plan for " + execution_.here());
   }
 }
 

@@ -67,7 +67,7 @@ const char* why_unknown(int64_t handle) {
 int64_t keep(Handle kept, tfring_error* error) {
   std::lock_guard<std::mutex> lock(registry->mutex);
   if (registry->has_ended) {
-    report({Code::kPeerLost, "this process ends, and joins no ring any more"}, error);
+    report({Code::kPeerLost, "this process is ending, and cannot join a ring"}, error);
     return 0;
   }
   const int64_t handle = ++last_handle;

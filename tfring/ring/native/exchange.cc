@@ -279,8 +279,7 @@ Status Exchange::receive(const tfring_call& call, tfring_allocate allocate, void
     if (theirs.dims[i] > 0) left /= theirs.dims[i];
   }
   if (theirs.num_dims > kMaxDims || left <= 0) {
-    return execution_.fail(Code::kInternal,
-                           who + " announced a shape that cannot be in " + execution_.here());
+    return execution_.fail(Code::kInternal, who + " announced an invalid shape in " + execution_.here());
   }
   TFRING_TRY(execution_.waiting().look_up_at_once());
   int32_t placed = 0;
@@ -289,7 +288,7 @@ Status Exchange::receive(const tfring_call& call, tfring_allocate allocate, void
     return execution_.fail(Code::kMismatch,
                            "ranks disagree: " + who + " called " + describe(theirs) + ", rank " +
                                std::to_string(execution_.settings().rank) + " called " + execution_.here() +
-                               " and wants another shape",
+                               " and expects another shape",
                            Reason::kCallsDiffer, rank);
   }
   if (placed == 0) return execution_.waiting().interrupt();

@@ -100,7 +100,7 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
   const bool is_root = tfring_rank(invocation.handle()) == invocation.call().root;
   const bool counted = kind == Kind::kAllToAll || (kind == Kind::kScatter && is_root);
   if (tf.TF_NumDims(counts) != 2 || tf.TF_Dim(counts, 0) != size || tf.TF_Dim(counts, 1) != num_tensors) {
-    return invocation.fail(kTfInvalidArgument, "counts holds one number a rank and tensor");
+    return invocation.fail(kTfInvalidArgument, "`counts` must have one number per rank and tensor");
   }
   for (int t = 0; t < num_tensors && counted; ++t) {
     const std::vector<int64_t>& dims = exchanged.dims[static_cast<size_t>(t)];
@@ -114,7 +114,7 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
     if (!legal || total != dims[0]) {
       return invocation.fail(kTfInvalidArgument, std::string("\"") + invocation.call().name +
                                                      "\": `counts` add up to " + std::to_string(total) +
-                                                     ", and not to the rows of tensor " + std::to_string(t));
+                                                     ", not to the rows of tensor " + std::to_string(t));
     }
   }
   invocation.finish(exchanged.run(kind, kind == Kind::kGather ? nullptr : numbers));

@@ -148,12 +148,12 @@ Status Execution::receive_header(Queue* queue, bool* moved) {
   const std::string who = "rank " + std::to_string(link->rank);
   const std::string me = "rank " + std::to_string(settings_.rank);
   if (theirs.magic != kCallMagic || theirs.version != kProtocolVersion) {
-    return fail(Code::kInternal, who + " sent " + me + " bytes that are no frame at " + here());
+    return fail(Code::kInternal, who + " sent " + me + " bytes that are not a frame at " + here());
   }
   if (theirs.algorithm != call_.header.algorithm) {
     return fail(Code::kMismatch,
                 "ranks disagree: " + who + " and " + me +
-                    " use different algorithms. Set TFRING_ALGORITHM alike on "
+                    " use different algorithms. Set the same TFRING_ALGORITHM on "
                     "all ranks",
                 Reason::kCallsDiffer, link->rank);
   }

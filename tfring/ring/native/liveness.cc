@@ -131,8 +131,7 @@ void Liveness::take_control(Peer* peer) {
   frame.message[sizeof(frame.message) - 1] = '\0';
   if (frame.magic != kControlMagic || frame.version != kProtocolVersion) {
     peer->closed = true;
-    (void)break_up({Code::kInternal,
-                    "rank " + std::to_string(peer->rank) + " sent a control frame that is none",
+    (void)break_up({Code::kInternal, "rank " + std::to_string(peer->rank) + " sent an invalid control frame",
                     Reason::kNone, peer->rank});
     return;
   }
@@ -372,7 +371,7 @@ Status Liveness::cut_off(const Peer& peer, double seconds) const {
   const std::string theirs = peer.name();
   return {Code::kPeerLost,
           (smaller ? mine : theirs) + " and " + (smaller ? theirs : mine) +
-              " cannot reach each other since " + seconds_text(seconds) +
+              " have not been able to reach each other for " + seconds_text(seconds) +
               ": the link between them is cut, or one of the two hosts is down; seen by rank " +
               std::to_string(settings_.rank) + " " + during(),
           Reason::kCutOff, peer.rank, settings_.rank};
@@ -394,8 +393,8 @@ std::string Liveness::disagreement(int rank, const CallHeader& theirs) const {
   return "ranks disagree: rank " + std::to_string(rank) + " called " + describe(theirs) + " as " +
          describe_place(theirs) + " of ring \"" + settings_.name + "\", rank " +
          std::to_string(settings_.rank) + " called " + describe(mine) + " as " + describe_place(mine) +
-         ". All ranks make the same calls in the same order, none of them under `if rank == 0:`, with "
-         "values of one shape and dtype";
+         ". All ranks must make the same calls in the same order, none of them under `if rank == 0:`, with "
+         "values of the same shape and dtype";
 }
 
 }  // namespace tfring

@@ -88,7 +88,7 @@ class Liveness {
   Status failure_;                                 // calls fail with it once it is set
   bool broke_in_call_ = false;                     // it came during a call
   char failed_in_[sizeof(CallHeader::name)] = {};  // the name of that call
-  bool interrupted_ = false;                       // by Ctrl-C on this rank
+  bool interrupted_ = false;                       // on this rank: Ctrl-C, or no memory from the caller
   bool told_ = false;                              // failure_ has been reported to the caller
   bool stands_still_ = false;                      // the current call does
 };

@@ -89,7 +89,7 @@ void gather_rows(void* state, TF_OpKernelContext* context) {
   const size_t bytes = head_bytes + tf.TF_TensorByteSize(body);
   if (dims.empty() || row == 0 || bytes % row != 0) {
     return invocation.fail(kTfInvalidArgument,
-                           "`head` and `body` are together as many elements as some rows of `like` have");
+                           "the elements of `head` and `body` do not make up full rows of `like`");
   }
   const uint64_t num_rows = bytes / row;
   dims[0] = static_cast<int64_t>(count);

@@ -12,7 +12,7 @@
 
 namespace tfring {
 
-constexpr int kMostUnanswered = 16;  // pings; more would only fill the connection
+constexpr int kMostUnanswered = 16;  // pings; with more unsent frames, further signs of life are dropped
 
 // The control connection to one other rank, and the state received over it.
 struct Peer {

@@ -38,8 +38,8 @@ std::string name_of_ring(uint64_t ring);
 // inter-op pool.
 void stands_still(uint64_t ring, bool on_pool_thread);
 void moves_again(uint64_t ring, bool on_pool_thread);
-// Reports all of them; if the pool has no more threads, so that no other can begin, only those on its
-// threads.
+// Reports all of them, none if they are more than kMostWaiting; if the pool has no more threads, so that no
+// other can begin, only those on its threads.
 void notify_waiting(Pong* pong);
 // Returns whether a peer with all threads waiting waits for collectives that this process has not begun, and
 // can begin only after its own, all of which wait for the peer in turn.

@@ -192,7 +192,7 @@ void read_records(void* state, TF_OpKernelContext* context) {
     const auto number = static_cast<size_t>(entry[0]);
     const int64_t offset = entry[1];
     if (number >= num_files)
-      return invocation.fail(kTfInvalidArgument, "an entry names a file by its number");
+      return invocation.fail(kTfInvalidArgument, "an entry has the number of a file that does not exist");
     std::unique_ptr<File>& file = files[number];
     if (file == nullptr) {
       file = std::make_unique<File>(text_of(paths, number), &invocation);

@@ -144,7 +144,7 @@ Algorithm choose_way(const Group& group, const tfring_call& call, const CallHead
 
 Status RowReduction::no_rows(size_t member) {
   return execution_.fail(Code::kInternal, "rank " + std::to_string(execution_.group().ranks[member]) +
-                                              " sent what are no rows in " + execution_.here());
+                                              " sent invalid rows in " + execution_.here());
 }
 
 }  // namespace tfring

@@ -86,7 +86,7 @@ Status RowSums::check(const tfring_call& call, const tfring_tensor* tensors, int
     if (values.num_dims == 0 || values.dims[0] != ids.dims[0]) {
       return invalid("the values" + of_table + " are " +
                      (values.num_dims == 0 ? "a scalar" : std::to_string(values.dims[0]) + " rows") +
-                     ", with " + std::to_string(ids.dims[0]) + " ids. Each row has an id");
+                     ", with " + std::to_string(ids.dims[0]) + " ids. Each row needs one id");
     }
     if (!can_reduce(static_cast<DType>(values.dtype), Op::kSum)) {
       return invalid("bool has no sum. Cast to an integer to count");
@@ -94,7 +94,7 @@ Status RowSums::check(const tfring_call& call, const tfring_tensor* tensors, int
     const int64_t most = std::numeric_limits<int32_t>::max() / num_ranks;
     if (ids.dims[0] > most) {
       return invalid("there are " + std::to_string(ids.dims[0]) + " rows" + of_table +
-                     ", and a rank has at most " + std::to_string(most));
+                     ", but a rank can have at most " + std::to_string(most));
     }
   }
   return {};
@@ -327,7 +327,7 @@ Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_t
                 tfring_allocate allocate, void* context) {
   for (int t = 0; t < num_tensors; ++t) {
     if (size_of(static_cast<DType>(tensors[t].dtype)) == 0) {
-      return {Code::kInvalid, "the ring carries no dtype number " + std::to_string(tensors[t].dtype)};
+      return {Code::kInvalid, "the ring does not support dtype number " + std::to_string(tensors[t].dtype)};
     }
   }
   TFRING_TRY(RowSums::check(call, tensors, num_tensors, 1));

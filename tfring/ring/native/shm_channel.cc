@@ -28,14 +28,12 @@
 
 namespace tfring {
 
-// The first page of a mailbox; rendezvous.py writes the first 16 bytes and reads them back through the
-// peer's descriptor to verify that it has the right file. Each counter has its own cache line.
+// The first page of a mailbox. Each counter has its own cache line.
 //
 // Sleeping and ringing are a Dekker handshake: the sleeper sets `asleep` and then reads the counters, the
 // other side changes a counter and then reads `asleep`. All of this is sequentially consistent, so that at
 // least one sees the change of the other.
 struct MailboxHeader {
-  char nonce[16];
   alignas(64) std::atomic<uint64_t> written;  // bytes written so far, by the peer
   alignas(64) std::atomic<uint64_t> read;     // bytes read so far, by the owner
   alignas(64) std::atomic<uint32_t> asleep;   // 1 while the owner waits for its doorbell

@@ -125,19 +125,19 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
     if (reports_stall(rank)) {
       liveness->peer(rank)->send(make_control(ControlType::kAwaited, settings_.rank, 0));
       warn(peer->name() + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
-           " in " + here() + ". It is alive, and the last it called in this ring is " + last_call +
-           ". They go on waiting, up to " + seconds_text(timeout_seconds) +
-           " (TFRING_TIMEOUT_SECONDS). Its own output says where its program is.");
+           " in " + here() + ". It is alive, and its last call in this ring is " + last_call +
+           ". They keep waiting, up to " + seconds_text(timeout_seconds) +
+           " (TFRING_TIMEOUT_SECONDS). Its own output shows where its program is.");
     }
   }
   const double grace = std::min(std::max(0.1 * timeout_seconds, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds;
   if (over < (waits_too ? 10 * grace : grace)) return {};
   const std::string why =
-      waits_too ? who + " waits as well, in " + last_call + ", and no rank says for whom"
+      waits_too ? who + " waits as well, in " + last_call + ", and no rank reports for which rank"
       : absent  ? who + " takes no part: its process on " + peer->host +
-                     " is alive but busy elsewhere; the last it called in this ring is " + last_call
-               : who + " takes no part: its process on " + peer->host + " answers nothing";
+                     " is alive but busy elsewhere; its last call in this ring is " + last_call
+               : who + " takes no part: its process on " + peer->host + " does not answer";
   return liveness->break_up({Code::kTimeout,
                              "nothing moved for " + seconds_text(timeout_seconds) + " at rank " +
                                  std::to_string(settings_.rank) + " in " + here() + ": " + why,
@@ -174,10 +174,10 @@ Status StallInspector::wait_crosswise(const Guarded<Liveness>::Locked& liveness,
       {Code::kMismatch,
        "ranks disagree: " + who + " and " + me +
            " wait for each other in different rings, and neither computes: " + me + " in " + here() + ", " +
-           who + " in ring \"" + name_of_ring(elsewhere_) + "\"; the last it called in ring \"" +
-           settings_.name + "\" is " + describe(peer.report.pong.header) +
-           ". All ranks call the collectives of all rings in one order. They do not where a "
-           "condition around an update (tf.cond) is of a replica's own value, or where one "
+           who + " in ring \"" + name_of_ring(elsewhere_) + "\"; its last call in ring \"" + settings_.name +
+           "\" is " + describe(peer.report.pong.header) +
+           ". All ranks must call the collectives of all rings in one order. They do not if a "
+           "condition around an update (tf.cond) depends on a replica's own value, or if one "
            "catches an error that the others do not get",
        Reason::kCallsDiffer, peer.rank, settings_.rank});
 }

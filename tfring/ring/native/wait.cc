@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kSliceMilliseconds = 100;  // between checks for close() and Ctrl-C
 constexpr double kSliceSeconds = 0.1;
-constexpr double kLastWordsSeconds = 0.5;  // for a control connection to report why the other closed
-constexpr double kStepSeconds = 2;         // for steps that fail on all ranks to do so on each
+constexpr double kLastWordsSeconds = 0.5;  // for a control connection to report why a data connection closed
+constexpr double kStepSeconds = 2;         // for a step that fails on all ranks to fail on each of them
 
 void relax() {
 #if defined(__x86_64__)
@@ -124,7 +124,7 @@ Status Waiting::check_step() {
   if (call_.caller != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
   return liveness_.lock()->break_up({Code::kPeerLost,
                                      "rank " + std::to_string(settings_.rank) + " gave up in " + here() +
-                                         ": another operation of its step failed, as its own error tells",
+                                         ": another operation of its step failed, as its own error shows",
                                      Reason::kStepFailed, settings_.rank});
 }
 

@@ -41,7 +41,7 @@ class Waiting {
   // Checks for Ctrl-C and whether the world is closed, ten times a second, whether bytes move or not.
   Status look_up(int64_t now);
   Status look_up_at_once();
-  // Gives up in this call because of Ctrl-C, which breaks the ring.
+  // Gives up in this call because of Ctrl-C, or because the caller provides no memory. This breaks the ring.
   Status interrupt();
   // Handles a closed data connection to that rank: waits for the reason on its control connection.
   Status peer_gone(int rank);

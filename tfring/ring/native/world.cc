@@ -26,7 +26,7 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
   for (int t = 0; t < num_tensors; ++t) {
     const DType dtype = static_cast<DType>(tensors[t].dtype);
     if (size_of(dtype) == 0)
-      return invalid("the ring carries no dtype number " + std::to_string(tensors[t].dtype));
+      return invalid("the ring does not support dtype number " + std::to_string(tensors[t].dtype));
     if (reduces(kind) && !can_reduce(dtype, static_cast<Op>(call.op))) {
       if (dtype != DType::kBool)
         return invalid(std::string("numbers of ") + name_of(dtype) + " have no order");
@@ -40,11 +40,11 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
                      ", not of one dtype");
     }
     if (by_rows(kind) && tensors[t].num_dims == 0) {
-      return invalid("a scalar has no rows. Tensors have at least one dimension");
+      return invalid("a scalar has no rows. Pass tensors of at least one dimension");
     }
     if (kind == Kind::kSend && tensors[t].num_dims > kMaxDims) {
       return invalid("a tensor has " + std::to_string(tensors[t].num_dims) +
-                     " dimensions, and those sent at most " + std::to_string(kMaxDims));
+                     " dimensions, but those sent have at most " + std::to_string(kMaxDims));
     }
   }
   if (kind == Kind::kAllReduceRows) TFRING_TRY(RowSums::check(call, tensors, num_tensors, group.size()));
@@ -54,8 +54,8 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
         tensors[0].dtype != static_cast<int>(DType::kFloat32) ||
         (wire != DType::kBfloat16 && wire != DType::kFloat16)) {
       return invalid(std::string("a ") + name_of(static_cast<Op>(call.op)) + " of " +
-                     name_of(static_cast<DType>(tensors[0].dtype)) + " is not compressed to " +
-                     name_of(wire) + ". Compression is to bfloat16 or float16, of a sum of float32");
+                     name_of(static_cast<DType>(tensors[0].dtype)) + " cannot be compressed to " +
+                     name_of(wire) + ". Only sums of float32 can, to bfloat16 or float16");
     }
   }
   if (has_root(kind) && (call.root < 0 || call.root >= group.size())) {
@@ -64,7 +64,7 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
                    std::to_string(group.size() - 1));
   }
   if (is_pairwise(kind) && call.root == group.member) {
-    return invalid("the peer is this rank, " + std::to_string(call.root) + ". It has to be another");
+    return invalid("the peer is this rank, " + std::to_string(call.root) + ". It must be another rank");
   }
   return {};
 }
