@@ -32,7 +32,8 @@ NATIVE = (
     *("wait for each other in different rings: all inter-op threads", " died: its process on "),
     " failed while rank ",
     *(" left the ring (its script ended?)", " is stopped (by a signal, a debugger, or its machine)"),
-    *(" have not been able to reach each other for", " gave up in ", " aborted without a reason", " closed the ring during "),
+    *(" have not been able to reach each other for", " gave up in ", " aborted without a reason"),
+    " closed the ring during ",
     *(" was interrupted during ", "nothing moved for ", " takes no part: its process on ", " can no longer be used: "),
 )
 

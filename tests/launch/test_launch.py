@@ -1435,7 +1435,8 @@ def test_a_dry_run_shows_who_would_start_where_and_starts_none(tmp_path):
 
     here = shown("-n", "2", "--servers", "1")
     first, where, *_ = here.splitlines()
-    assert first == f"2 workers and 1 server, each running: {sys.executable} {script} --epochs 3" and where == "this machine:"
+    assert first == f"2 workers and 1 server, each running: {sys.executable} {script} --epochs 3"
+    assert where == "this machine:"
     assert "rank 1, local rank 1 of 2 CUDA_VISIBLE_DEVICES=6 " in here and "  server 0\n" in here
     there = shown("--hosts", "a:1,b:2", "--ssh-port", "2222")
     assert "\nb:\n  through ssh " in there and " 2222 " in there and "rank 2, local rank 1 of 2\n" in there

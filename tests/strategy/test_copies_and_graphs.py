@@ -61,7 +61,7 @@ def graphs_without_order():
         eager = [tf.Variable(float(ring.cluster.rank), **kind) for kind in kinds]
     read = [float(tf.convert_to_tensor(v)) for v in eager]  # by which the ring has run ops eagerly
     for kind in kinds:
-        refused = pytest.raises(ValueError, match=r"by tf.function.*outside of a tf.Graph")
+        refused = pytest.raises(ValueError, match=r"with tf.function.*outside of a tf.Graph")
         with tf.Graph().as_default(), refused, ring.scope():
             tf.convert_to_tensor(tf.Variable(1.0, **kind))
     with tf.Graph().as_default(), pytest.raises(ValueError, match="without eager execution"):

@@ -203,7 +203,7 @@ def of_ranks(*changes, servers=0, kind="train"):
             ["takes 30 % of a step: 0 % is waiting for other ranks", "Measure the network"],
         ),
         (of_ranks({"server": 30}, {"server": 30}, servers=1), ["requests to the servers below"]),
-        (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and no rank waits for it."]),
+        (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and no rank waits for"]),
         (of_ranks({"Python": 90}), ["60 steps, 10 per second, so 6 s", "Most of a step is Python"]),
         (of_ranks({}, {}, kind="predict"), ["The run predicted for 60 steps"]),
     ],
