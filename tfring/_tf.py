@@ -867,7 +867,7 @@ def is_watched(tensors: Sequence[Any]) -> bool:
     return bool(_record.should_record_backprop(list(tensors)))
 
 
-def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
+def with_tape_dependencies(tensor: tf.Tensor, *others: Any) -> Any:
     """Returns a copy of a tensor that a tape treats as a function of `others`, too, without a gradient for `others`.
 
     The tape thus computes the gradient of the operations that made `others` after that of users of the result.
@@ -904,7 +904,7 @@ def is_branch_or_body(graph: Any) -> bool:
     return type(graph) in (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)
 
 
-def captured_from_around(tensor: tf.Tensor) -> Any:
+def capture_outer_tensor(tensor: tf.Tensor) -> Any:
     """Returns an eager tensor as the gradient of a branch or a loop can use it: captured through the outer graphs."""
     return _captured(tensor, framework_ops.get_default_graph())
 

@@ -332,7 +332,7 @@ def _copied(value: Any) -> Any:
 
 def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
     """Returns the JSON of a plain value, or the error if it has none."""
-    wrong = not_plain(value)
+    wrong = describe_non_json_part(value)
     if wrong is not None:
         return b"", TypeError(
             f"The value has {wrong}, which cannot be sent. Plain values are {_PLAIN}. Pass arrays by themselves."
@@ -346,17 +346,17 @@ def _of_json(text: bytes, problem: TypeError | None) -> Any:
     return json.loads(text)
 
 
-def not_plain(value: Any) -> str | None:
+def describe_non_json_part(value: Any) -> str | None:
     """Describes a part of a value that JSON cannot represent, or would return as something else; None without one."""
     if value is None or isinstance(value, (bool, int, float, str, np.bool_, np.integer, np.floating)):
         return None
     if isinstance(value, (list, tuple)):
-        return next((wrong for each in value if (wrong := not_plain(each)) is not None), None)
+        return next((wrong for each in value if (wrong := describe_non_json_part(each)) is not None), None)
     if isinstance(value, dict):
         keys = [key for key in value if not isinstance(key, str)]
         if keys:
             return f"a dict with the non-string key {keys[0]!r}"
-        return not_plain(list(value.values()))
+        return describe_non_json_part(list(value.values()))
     return f"a {type(value).__name__}"
 
 

@@ -62,14 +62,14 @@ class _Finder:
     def _execute(self, loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
         with contextlib.suppress(AttributeError):  # for a loader that was executed before
             del loader.exec_module
-        with without_collections() if module.__name__ in self.large else contextlib.nullcontext():
+        with pause_garbage_collection() if module.__name__ in self.large else contextlib.nullcontext():
             exec_module(module)
         for function in self.waiting.pop(module.__name__, []):
             function(module)
 
 
 @contextlib.contextmanager
-def without_collections(as_old: bool = True) -> Iterator[None]:
+def pause_garbage_collection(as_old: bool = True) -> Iterator[None]:
     """Turns off garbage collection inside the context.
 
     Args:
@@ -77,14 +77,14 @@ def without_collections(as_old: bool = True) -> Iterator[None]:
         Otherwise they stay new. Defaults to True.
 
     >>> import gc
-    >>> with without_collections():
+    >>> with pause_garbage_collection():
     ...     gc.isenabled()
     False
     >>> gc.isenabled()
     True
     >>> for as_old in (True, False):
     ...     _ = gc.collect()
-    ...     with without_collections(as_old):
+    ...     with pause_garbage_collection(as_old):
     ...         made = []
     ...     any(each is made for each in gc.get_objects(generation=2))
     True

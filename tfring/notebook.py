@@ -20,7 +20,7 @@ from typing import Any
 
 from tfring.cluster import detection
 from tfring.errors import ConfigurationError, TfringError
-from tfring.functions import not_plain
+from tfring.functions import describe_non_json_part
 
 __all__ = ["run"]
 
@@ -67,7 +67,7 @@ def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigurationError(f"`n` is {n!r}, not a number of workers (an integer of at least 1).")
-    wrong = not_plain(list(args))
+    wrong = describe_non_json_part(list(args))
     if wrong is not None:
         raise ConfigurationError(
             f"`args` has {wrong}, which JSON cannot represent. Arguments of a function on workers must be plain "
@@ -98,7 +98,7 @@ def encoded(value: Any) -> str:
     >>> encoded({"loss": [0.5]})
     '{"loss": [0.5]}'
     """
-    wrong = not_plain(value)
+    wrong = describe_non_json_part(value)
     if wrong is not None:
         raise ConfigurationError(
             f"The function returned {wrong}, which JSON cannot represent. Write arrays and models to files "
@@ -168,7 +168,7 @@ def _definition(name: str, value: Any, user: str) -> str:
     module, own_name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if module not in (None, "__main__") and own_name.isidentifier():
         return f"from {module} import {own_name} as {name}"
-    if not_plain(value) is None:
+    if describe_non_json_part(value) is None:
         return f"{name} = __import__('json').loads({encoded(value)!r})"
     raise ConfigurationError(
         f"`{user}` uses {name!r} of its notebook, a {type(value).__name__}, but only modules, functions and plain "

@@ -26,7 +26,7 @@ def test_two_on_this_machine(start):
     assert title == "tfring test: 2 workers on 1 host, from tfring launch; 60 steps of 256 rows"
     numbers = r"Rows a second  [\d,]+ with 2 workers, [\d,]+ with rank 0 alone"
     assert re.fullmatch(numbers + r" \(a model too small to say how much larger ones gain\)", rows)
-    found = re.fullmatch(r"Weights        differ .* by (\S+) of a variable's largest; 0.001 is allowed", weights)
+    found = re.fullmatch(r"Weights        differ .* by (\S+) of a variable's largest value; 0.001 is allowed", weights)
     assert found and float(found[1]) < 1e-4
     assert verdict == "Passed: the weights are those of one process."
 

@@ -125,4 +125,4 @@ def test_more_workers_than_cores(tmp_path, where):
         capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
     )  # fmt: skip
     assert done.returncode == 71 and done.stdout == "", done
-    assert f"{number} workers of " in done.stderr and "cannot be bound" in done.stderr
+    assert f"{number} workers on " in done.stderr and "cannot be bound" in done.stderr

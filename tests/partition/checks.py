@@ -140,7 +140,7 @@ def compare(value, whole, parts, numbers, where, tolerance):
       where: shown on failure.
       tolerance: of floats.
     """
-    if isinstance(value.placement, Unplaced) or value.points_into is not None:
+    if isinstance(value.placement, Unplaced) or value.indexed_rows is not None:
         return
     if value.shape is not None and all(_is_known(size, numbers[0]) for size in value.shape):
         assert tuple(_number(size, numbers[0]) for size in value.shape) == whole.shape, where

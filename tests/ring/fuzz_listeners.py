@@ -168,8 +168,8 @@ def _hear_out(channel: wire.Channel, lie: bytes) -> None:
 
 def at_the_meeting(fuzz: Fuzz, messages: int) -> None:
     """Sends hellos to rank 0's meeting, and rank 0's answers to the others."""
-    host = meeting._Meeting(UnresolvedCluster(0, 9, "fuzz", "job"))
-    rank = meeting._Meeting(UnresolvedCluster(1, 9, "fuzz", "job"))
+    host = meeting._AddressGather(UnresolvedCluster(0, 9, "fuzz", "job"))
+    rank = meeting._AddressGather(UnresolvedCluster(1, 9, "fuzz", "job"))
     table = [{"host": f"192.0.2.{i}", "port": 1 + i, "identity": "x"} for i in range(9)]
     for _ in range(messages // 2):
         places, connections = {0: table[0]}, {}

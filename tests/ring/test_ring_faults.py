@@ -286,7 +286,8 @@ def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how, size)
         assert group.outcomes(20) == [4.0] * 4
         lines = [line for line in group.logs().splitlines() if "is slow" in line]
         assert len(lines) == 1, lines
-        for words in ("rank 1 on 127.0.0.1 is slow", 'all_reduce "late"', 'last call in this ring is all_reduce "before"'):
+        last = 'last call in this ring is all_reduce "before"'
+        for words in ("rank 1 on 127.0.0.1 is slow", 'all_reduce "late"', last):
             assert words in lines[0], lines
         logs = group.logs()
         assert logs.count("All ranks wait for rank 1, whose main thread is at\n") == 1, logs

@@ -150,7 +150,7 @@ def test_ranks_in_short():
     missing = {rank: "refused" for rank in range(3, 60) if rank != 40}
     cluster = SimpleNamespace(rank=0, world_size=60, addresses=[f"127.0.0.1:{port}" for port in range(1, 61)])
     forming = SimpleNamespace(cluster=cluster, peers=(), links={}, reasons={}, listener=SimpleNamespace(turned_away=""))
-    text = rendezvous._Forming._who_is_missing(forming, missing)
+    text = rendezvous._Rendezvous._who_is_missing(forming, missing)
     assert text.startswith("never answered: rank 3 at 127.0.0.1:4 (refused), rank 4 at ")
     assert text.endswith("rank 18 at 127.0.0.1:19 (refused), and ranks 19 to 39, 41 to 59")
 

@@ -20,7 +20,7 @@ def with_one_row_at_least(num_rows):
     """Returns shapes, values and static shapes of components of a batch of `num_rows` rows, by kind."""
     import tensorflow as tf
 
-    from tfring.data.rows import one_row_at_least
+    from tfring.data.rows import pad_empty_batch
 
     def ones(*shape, dtype=tf.float32):
         return tf.cast(tf.ones(shape), dtype)
@@ -43,7 +43,7 @@ def with_one_row_at_least(num_rows):
         batch = dict(batch)
         batch["ragged"] = tf.RaggedTensor.from_row_lengths(tf.zeros([0]), tf.zeros_like(batch["text"], tf.int64))
         batch["sparse"] = tf.sparse.from_dense(batch["rows"])
-        batch, has_rows = one_row_at_least(batch)
+        batch, has_rows = pad_empty_batch(batch)
         static.update({name: component.shape for name, component in batch.items()})
         batch["sparse"] = tf.sparse.to_dense(batch["sparse"])
         return batch, has_rows

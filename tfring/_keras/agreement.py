@@ -63,7 +63,7 @@ def check_call(
     Raises:
       MismatchError: If ranks differ. Every rank raises it, and the ring stays usable.
     """
-    if ring.cluster.world_size == 1 or (_goes_on_alone(ring) and name != "fit"):
+    if ring.cluster.world_size == 1 or (_is_independent(ring) and name != "fit"):
         return list(numbers)
     arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
     settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
@@ -86,7 +86,7 @@ def check_model(ring: Ring, model: Any, caller: str, graph: Any = None) -> None:
     Raises:
       MismatchError: If ranks differ. Every rank raises it, and the ring stays usable.
     """
-    if ring.cluster.world_size == 1 or _goes_on_alone(ring):  # servers compare what workers train
+    if ring.cluster.world_size == 1 or _is_independent(ring):  # servers compare what workers train
         return
     items = {**configuration.of_compile(model), **configuration.of_model(model)}
     if graph is not None and ring.mesh.pipeline == 1:  # stages have their own graphs
@@ -142,7 +142,7 @@ def check_equal(
     )
 
 
-def _goes_on_alone(ring: Ring) -> bool:
+def _is_independent(ring: Ring) -> bool:
     """Returns whether this worker trains, evaluates and predicts by itself, as with asynchronous updates."""
     return ring.updater is not None and ring.updater.is_star
 

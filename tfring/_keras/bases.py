@@ -120,7 +120,7 @@ class RingLayer(TFLayer):
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         sharded = [*filter(sharding.sharding_of, self.weights)]
         if sharded:
-            raise slots.refusal_to_write("weight", sharded, self, save_type)
+            raise slots.shard_write_error("weight", sharded, self, save_type)
         return super()._trackable_children(save_type, **kwargs)
 
 

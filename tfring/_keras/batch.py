@@ -12,7 +12,7 @@ from tfring.data.rows import bounds, num_rows, slice_rows
 from tfring.runtime import Ring
 
 
-def own_share(ring: Ring, batch: Any) -> Any:
+def slice_own_rows(ring: Ring, batch: Any) -> Any:
     """Returns this worker's rows of a batch if all workers were given the same one; any other batch as it is.
 
     Runs one eager collective. Workers that were given equal batches by chance lose nothing: their mean is that of one.

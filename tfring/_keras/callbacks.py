@@ -63,7 +63,7 @@ class _SaveNothing:
 
 
 @contextlib.contextmanager
-def _of_ring(callback: Any) -> Iterator[None]:
+def _adapt_to_ring(callback: Any) -> Iterator[None]:
     """Makes a ModelCheckpoint save on rank 0, and a SwapEMAWeights swap sharded averages too, inside the context."""
     ours: dict[str, Callable] = {}
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -110,7 +110,7 @@ def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
         )
     backup = keras.callbacks.BackupAndRestore
     if any(isinstance(c, backup) for c in callbacks):
-        callbacks = [*(_BuiltOnAllRanks(ring, c) for c in callbacks if isinstance(c, backup)), *callbacks]
+        callbacks = [*(_OptimizerBuilder(ring, c) for c in callbacks if isinstance(c, backup)), *callbacks]
     if ring.cluster.is_chief:
         return list(callbacks)
     for callback in callbacks:  # a subclass of CSVLogger may do more than write, so it runs
@@ -120,7 +120,7 @@ def callbacks_of_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
     return [c for c in callbacks if type(c) not in writers and not isinstance(c, backup)]
 
 
-class _BuiltOnAllRanks(keras.callbacks.Callback):
+class _OptimizerBuilder(keras.callbacks.Callback):
     """Makes all ranks build the optimizer if BackupAndRestore is about to build it on rank 0 in order to restore it.
 
     Args:
@@ -188,11 +188,11 @@ def traits_of(name: str, model: Any, callbacks: Any, verbose: Any) -> CallbackTr
     return CallbackTraits(
         reads_train=int(shown == "train" or any(_reads_logs(c, "train") for c in given)),
         reads_test=int(shown == "test" or any(_reads_logs(c, "test") for c in given)),
-        watches_train=int(any(_watches_begin(c, "train") for c in given)),
-        watches_test=int(any(_watches_begin(c, "test") for c in given)),
-        watches_predict=int(any(_is_own(c, *_OF_PREDICT) for c in given)),
+        watches_train=int(any(_has_batch_begin_hook(c, "train") for c in given)),
+        watches_test=int(any(_has_batch_begin_hook(c, "test") for c in given)),
+        watches_predict=int(any(_has_override(c, *_OF_PREDICT) for c in given)),
         any_callback=int(bool(given)),
-        begins_epochs=int(any(_is_own(c, "on_epoch_begin") for c in given)),
+        begins_epochs=int(any(_has_override(c, "on_epoch_begin") for c in given)),
         rates=rates,
         minus_rates=-rates,
     )
@@ -234,25 +234,25 @@ def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
                 if isinstance(callback, LateCallback):
                     stack.enter_context(callback.around_fit(model))
         for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also those of a CallbackList
-            stack.enter_context(_of_ring(callback))
+            stack.enter_context(_adapt_to_ring(callback))
         yield
 
 
-def _is_own(callback: Any, *methods: str) -> bool:
+def _has_override(callback: Any, *methods: str) -> bool:
     """Returns True if a callback overrides any of these methods of Keras' base class."""
     return not all(utils.is_default(getattr(callback, method)) for method in methods)
 
 
-def _watches_begin(callback: Any, kind: str) -> bool:
+def _has_batch_begin_hook(callback: Any, kind: str) -> bool:
     """Returns True if a callback does something before each batch; Keras' TensorBoard only counts and profiles."""
     if type(callback) is keras.callbacks.TensorBoard:
         return False
-    return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
+    return _has_override(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
 
 
 def _reads_logs(callback: Any, kind: str) -> bool:
     """Returns True if a callback may read the logs of a batch."""
-    if not _is_own(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
+    if not _has_override(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
         return False
     every = {
         keras.callbacks.ModelCheckpoint: "save_freq",

@@ -93,7 +93,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
         """Ends a pass through the data on all ranks after the same batch; see `loop.py`."""
         loop, self.loop = self.loop, None  # so that no other call enters it meanwhile
         keras_loop = super().catch_stop_iteration()
-        inside = keras_loop if loop is None else loop.on_all_ranks(keras_loop)
+        inside = keras_loop if loop is None else loop.end_on_all_ranks(keras_loop)
         updater = self._ring.updater
         try:
             with inside if updater is None else updater.around_pass(self, loop, inside):
@@ -103,7 +103,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
 
     def __next__(self) -> tuple:
         *numbers, iterator = super().__next__()
-        return (*numbers, predict.as_drawn_from(iterator, self._distributed_dataset))
+        return (*numbers, predict.wrap_predict_iterator(iterator, self._distributed_dataset))
 
     def _enumerate_iterator(self) -> Iterator[tuple]:
         trace.begin_loop(self._ring)

@@ -28,7 +28,7 @@ _log = logging.getLogger("tfring")
 _logged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each ring, the texts logged so far
 
 
-class OfWholeBatch(Exception):
+class WholeBatchRequired(Exception):
     """Raised when a step has to be traced again, as a step of the whole batch.
 
     Attributes:
@@ -40,7 +40,7 @@ class OfWholeBatch(Exception):
         self.reason = reason
 
 
-def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
+def decide_way(ring: Ring, model: Any) -> tuple[steps.Way, str]:
     """Returns the way in which a step is first traced, and the reason if its rows cannot be divided.
 
     Args:
@@ -62,12 +62,12 @@ def _is_of_own_rows(ring: Ring) -> bool:
     return ring.num_replicas == 1 or ring.mesh.pipeline > 1 or trains_alone
 
 
-def tell_whole(ring: Ring, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
+def log_whole_batch_step(ring: Ring, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
     """Logs once, on the first rank, that each worker computes the whole batch, and why."""
     _tell(ring, partition.text_of_whole(reason, _name(model, step)))
 
 
-def of_own_rules(ring: Ring, model: Any) -> str:
+def describe_layer_differences(ring: Ring, model: Any) -> str:
     """Returns a sentence about the layers of a model that differ from one process in what they compute, or ""."""
     if _is_of_own_rows(ring) or model.run_eagerly:
         return ""
@@ -117,7 +117,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
       Operations after which the replicas have exchanged what they need.
 
     Raises:
-      OfWholeBatch: If a part of the step cannot be converted.
+      WholeBatchRequired: If a part of the step cannot be converted.
     """
     try:
         graph = tf.compat.v1.get_default_graph()
@@ -126,16 +126,16 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
         if not analysis.findings:
             made = []
             if step == "predict_step" and analysis.writes_parts:
-                raise OfWholeBatch("It writes values computed from its rows to the model's state.")
+                raise WholeBatchRequired("It writes values computed from its rows to the model's state.")
             if analysis.edits:
                 made = partition.apply_edits(analysis, _Exchange(ring, rows() if callable(rows) else rows))
-    except OfWholeBatch:
+    except WholeBatchRequired:
         raise
     except Exception as error:  # a graph of an unknown kind
         _log.debug("A step is not edited.", exc_info=True)
-        raise OfWholeBatch(f"Its graph is of an unknown kind: {error!r}.") from error
+        raise WholeBatchRequired(f"Its graph is of an unknown kind: {error!r}.") from error
     if analysis.findings:
-        raise OfWholeBatch(analysis.findings)
+        raise WholeBatchRequired(analysis.findings)
     gathered = partition.text_of_gathered(analysis, _name(model, step))
     if gathered is not None:
         _tell(ring, gathered)
@@ -151,7 +151,7 @@ class _Exchange:
         self.replica = ring.first_replica
 
     def others(self) -> list[tf.Operation]:
-        return self._control.in_one_order()
+        return self._control.ordered_ops()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str, *, name: str) -> list[tf.Tensor]:
         with self._control.apart():
@@ -221,7 +221,7 @@ def declared_layers(model: Any) -> Iterator[None]:
                 for variable in layer.non_trainable_variables:
                     variable._tfring_own_statistic = True
             elif _computes_by_row(layer):
-                patch(layer, "call", _by_row(layer.call, layer.name))
+                patch(layer, "call", _declare_call_by_row(layer.call, layer.name))
         yield
     finally:
         for attributes, name in patched:
@@ -253,7 +253,7 @@ def _is_of_library(made: Any) -> bool:
     return (getattr(made, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
-def _by_row(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _declare_call_by_row(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def declared(*args: Any, **kwargs: Any) -> Any:
         leaves = tf.nest.flatten((args, kwargs))

@@ -32,7 +32,7 @@ def install() -> None:
         # While Keras holds values beside the variables, a separate graph would keep the values of one moment.
         if not (in_step or in_stateless_scope()) or not _is_of_user(self):
             return original(self, *args, **kwargs)
-        return _tf.call_unwrapped(self, _as_declared(self, args), kwargs)
+        return _tf.call_unwrapped(self, _cast_to_signature(self, args), kwargs)
 
 
 def _is_of_user(function: Any) -> bool:
@@ -41,7 +41,7 @@ def _is_of_user(function: Any) -> bool:
     return not (function.python_function.__module__ or "").startswith(_OF_LIBRARIES)
 
 
-def _as_declared(function: Any, args: Sequence[Any]) -> list:
+def _cast_to_signature(function: Any, args: Sequence[Any]) -> list:
     """Returns arguments as the tensors that an `input_signature` declares."""
     signature = function.input_signature
     if signature is None or len(signature) < len(args):

@@ -23,8 +23,8 @@ import tensorflow as tf
 from tfring import _tf, partition, step
 from tfring._keras import whole
 from tfring._keras.exactness import declared_layers
-from tfring._keras.losses import before_division
-from tfring._keras.metrics import Results, Source, is_kept_in_parts, local_state, results_from
+from tfring._keras.losses import undivided_loss
+from tfring._keras.metrics import Results, Source, compute_results, is_sync_on_read, local_state
 from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
 from tfring.runtime import Ring
@@ -61,7 +61,7 @@ class Logs:
         self._variables: list = []  # the variables among them
         self._numbers: list[int] = []  # positions of values that become one number over all replicas
 
-    def of_step(
+    def run_and_classify(
         self,
         run: Callable[..., tuple[Any, list[Written]]],
         step: Callable[[Any], Any],
@@ -92,16 +92,16 @@ class Logs:
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
         if way is Way.WHOLE:
-            outputs = self._of_first(outputs)
+            outputs = self._first_replica_outputs(outputs)
         return self._marked(outputs, way is Way.EDITED), written
 
-    def _of_first(self, outputs: Any) -> Any:
+    def _first_replica_outputs(self, outputs: Any) -> Any:
         """Returns the outputs of a step of the whole batch. Those without a source are the first replica's."""
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
             value = values_of(leaf)[0]
             if self._sources[i] is None and i not in self._numbers and isinstance(value, tf.Tensor):
-                leaves[i] = whole.of_first(self._ring, value)
+                leaves[i] = whole.broadcast_first(self._ring, value)
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _marked(self, outputs: Any, is_edited: bool) -> Any:
@@ -135,7 +135,7 @@ class Logs:
                 leaf = values_of(leaf)[0]
                 found = next((w for w in variables.values() if graphs.is_last_value(leaf, held_by(w.variable))), None)
             if found is not None:
-                self._sources[i] = Holder(found.variable, is_kept_in_parts(found.variable))
+                self._sources[i] = Holder(found.variable, is_sync_on_read(found.variable))
 
     def read(self, written: Sequence[Written]) -> bool:
         """Returns True if the values that the step returned are computed from variables that it wrote."""
@@ -148,7 +148,7 @@ class Logs:
 
         Args:
           outputs: The outputs of replicas.
-          rows: See `of_step`.
+          rows: See `run_and_classify`.
           shares: float64 `[replicas_per_worker]`, the shares of the batch. None if padding rows were dropped.
         """
         if self._ring.num_replicas == 1 or any(n is None for n in rows):
@@ -159,11 +159,11 @@ class Logs:
             if shares is not None and _may_be_rows(values[0]):
                 values = [v[: tf.where(shares[r] > 0, tf.shape(v)[0], 0)] for r, v in enumerate(values)]
             if self._sources[i] is None and _may_be_rows(values[0]):
-                leaves[i] = self._of_all_rows(values, rows)
+                leaves[i] = self._gather_or_average(values, rows)
                 self._sources[i] = _ALL_ROWS
         return tf.nest.pack_sequence_as(outputs, leaves)
 
-    def _of_all_rows(self, values: Sequence[tf.Tensor], rows: Any) -> tf.Tensor:
+    def _gather_or_average(self, values: Sequence[tf.Tensor], rows: Any) -> tf.Tensor:
         """Returns all rows in order; or the mean by rows, if sizes are the same everywhere but not those of rows."""
         sizes = [tf.stack([tf.shape(v)[0], tf.cast(n, tf.int32)]) for v, n in zip(values, rows, strict=True)]
         everyone = self._ring.control.gather_equal(tf.stack(sizes), name="sizes of logs")
@@ -182,7 +182,7 @@ class Logs:
         """Prepares the reduction of the logs of a batch.
 
         Args:
-          outputs: The result of `of_step`.
+          outputs: The result of `run_and_classify`.
           shares: float64 `[replicas_per_worker]`, rows of each replica divided by the rows of the batch.
 
         Returns:
@@ -209,8 +209,8 @@ class Logs:
             ]
             for i, variable in held.items():
                 logs[i] = tf.reshape(next(total for v, total in everywhere if v is variable), logs[i].shape)
-            values = results_from(everywhere, [self._sources[i] for i in results])
-            for i, value in zip(results, self._same_bits(values, everywhere), strict=True):
+            values = compute_results(everywhere, [self._sources[i] for i in results])
+            for i, value in zip(results, self._use_rank_0_bits(values, everywhere), strict=True):
                 logs[i] = value
             for i, value in zip(self._numbers, _unpacked(numbers, [logs[i] for i in self._numbers]), strict=True):
                 logs[i] = value
@@ -223,7 +223,7 @@ class Logs:
         state = [(v, local_state(self._ring, v)) for v in variables.values()]
         return [(v, value) for v, value in state if value is not None]
 
-    def _same_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
+    def _use_rank_0_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
         """Returns rank 0's values of results that are formulas: ranks may order a graph's operations differently."""
         inputs = {id(total) for _, total in state}
         formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
@@ -330,7 +330,7 @@ def _may_be_rows(value: Any) -> bool:
 
 def _counted(value: Any) -> Any:
     """Returns values of rows without the padding row, which does not count; any other value as it is."""
-    running = step.of_own_rows()
+    running = step.current_own_rows_step()
     return running.drop_if_empty(value) if running is not None and _may_be_rows(value) else value
 
 
@@ -339,4 +339,4 @@ def _plain(value: Any) -> Any:
     import keras
 
     kinds = (bool, int, float, str, bytes, np.ndarray, np.generic, keras.Variable, tf.Variable, tf.IndexedSlices)
-    return tf.convert_to_tensor(value) if isinstance(value, kinds) else before_division(value)
+    return tf.convert_to_tensor(value) if isinstance(value, kinds) else undivided_loss(value)

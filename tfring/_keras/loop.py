@@ -84,7 +84,7 @@ class Loop:
         assert ring is not None
         if ring.is_alone:
             return
-        stopped, others_drew = status.behind_loop(ring, bool(getattr(self.model, self._flag)))
+        stopped, others_drew = status.announce_loop_end(ring, bool(getattr(self.model, self._flag)))
         if stopped:
             self.mark_stopped()
         if others_drew and self.step_function is not None and self.step_function.iterator is not None:
@@ -94,7 +94,7 @@ class Loop:
         setattr(self.model, self._flag, True)
 
     @contextlib.contextmanager
-    def on_all_ranks(self, keras_loop: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def end_on_all_ranks(self, keras_loop: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         """Ends Keras' loop on all ranks at once.
 
         Args:
@@ -110,7 +110,7 @@ class Loop:
                 else:
                     self.on_exit()
             if self.step_function is not None:  # otherwise the function is the program's own
-                self.step_function.bring_logs_together()
+                self.step_function.reduce_logs_after_loop()
         finally:
             if self.step_function is not None:
                 self.step_function.reset()

@@ -40,8 +40,8 @@ def install() -> None:
         reduction: str | None = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
-        running = step.of_own_rows()
-        with _of_one_replica():
+        running = step.current_own_rows_step()
+        with _one_replica_scope():
             loss = original(values, sample_weight, mask, reduction, dtype)
         if running is None or reduction in (None, "none"):
             return loss
@@ -60,7 +60,7 @@ def install() -> None:
     def average(
         original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
     ) -> Any:
-        running = step.of_own_rows()
+        running = step.current_own_rows_step()
         loss = original(per_example_loss, sample_weight, global_batch_size)
         return loss if running is None or global_batch_size is None else running.unweigh(loss)
 
@@ -75,22 +75,22 @@ class RingCompileLoss(CompileLoss):
             model._compile_loss.__class__ = cls
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        with _of_one_replica():
-            return per_row_as_sum(super().call(*args, **kwargs))
+        with _one_replica_scope():
+            return scale_row_losses(super().call(*args, **kwargs))
 
 
 @contextlib.contextmanager
-def _of_one_replica() -> Iterator[None]:
+def _one_replica_scope() -> Iterator[None]:
     """Makes a loss in the scope, outside of any replica, that of all its rows: no replicas are summed."""
     in_no_step = current_ring() is not None and tf.distribute.in_cross_replica_context()
     with step.one_replica() if in_no_step else contextlib.nullcontext():
         yield
 
 
-def per_row_as_sum(loss: Any) -> Any:
+def scale_row_losses(loss: Any) -> Any:
     """Scales a vector, which the tape sums, so that its mean over replicas is the sum. A scalar stays as it is."""
-    running = step.of_own_rows()
-    if running is None or loss is None or before_division(loss) is not loss:
+    running = step.current_own_rows_step()
+    if running is None or loss is None or undivided_loss(loss) is not loss:
         return loss
     loss = tf.convert_to_tensor(loss)
     if not loss.shape.rank:
@@ -100,7 +100,7 @@ def per_row_as_sum(loss: Any) -> Any:
     return divided
 
 
-def before_division(loss: Any) -> Any:
+def undivided_loss(loss: Any) -> Any:
     """Returns a loss as logs show it."""
     return getattr(loss, "_tfring_before_division", loss)
 
@@ -110,8 +110,8 @@ def additional_loss(aggregate: Callable[[Any], Any], loss: Any) -> Any:
 
     A vector that a layer has added belongs to the rows of a replica. That of a regularizer is equal on all replicas.
     """
-    running = step.of_own_rows()
-    with _of_one_replica():
+    running = step.current_own_rows_step()
+    with _one_replica_scope():
         total = aggregate(loss)
     if running is None or not len(loss.shape):
         return total

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras.layers import all_layers
-from tfring._keras.losses import before_division
+from tfring._keras.losses import undivided_loss
 from tfring._keras.seam import seam
 from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
@@ -28,7 +28,7 @@ def install() -> None:
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_numbers(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
         """Weights a number by the share in a step of a replica's own rows, so that all replicas count as one batch."""
-        running, values = step.of_own_rows(), before_division(values)
+        running, values = step.current_own_rows_step(), undivided_loss(values)
         if running is not None and sample_weight is None and tf.is_tensor(values) and values.shape.rank == 0:
             sample_weight = running.weigh(tf.ones([], self.dtype))
         return original(self, values, sample_weight=sample_weight)
@@ -89,7 +89,7 @@ class Results:
 
     def _noting(self, metric: Any, result: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
-            moment = _Moment(metric)
+            moment = _ResultSnapshot(metric)
             value = result()
             moment.end()
             for position, leaf in enumerate(tf.nest.flatten(value)):
@@ -105,7 +105,7 @@ class Results:
         return [None if each is None or not each[2].lasts() else each[1] for each in found]
 
 
-class _Moment:
+class _ResultSnapshot:
     """The computation of a metric's result. The step may afterwards write the variables that it has read."""
 
     def __init__(self, metric: Any) -> None:
@@ -135,7 +135,7 @@ class _Moment:
         return [] if running is None else [running.writes[id(variable)] for variable in self._metric.variables]
 
 
-def is_kept_in_parts(variable: Any) -> bool:
+def is_sync_on_read(variable: Any) -> bool:
     """Returns True if each replica has its own value of a variable, and reading the variable combines them."""
     held = held_by(variable)
     is_distributed = isinstance(held, tf.distribute.DistributedValues)
@@ -147,7 +147,7 @@ def local_state(ring: Ring, variable: Any) -> tf.Tensor | None:
 
     A boolean is summed as a number, as there is no sum of booleans.
     """
-    if not is_kept_in_parts(variable):
+    if not is_sync_on_read(variable):
         return None
     value = held_by(variable)
     copies = [tf.convert_to_tensor(copy) for copy in values_of(value)]
@@ -161,7 +161,7 @@ def local_state(ring: Ring, variable: Any) -> tf.Tensor | None:
 
 
 @contextlib.contextmanager
-def state_of_all(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
+def summed_metric_state(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
     """Makes variables of metrics read as the sums over all replicas, which take one collective per dtype in total."""
     import keras
 
@@ -175,7 +175,7 @@ def state_of_all(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def results_from(state: list[tuple], sources: list[Source]) -> list[tf.Tensor]:
+def compute_results(state: list[tuple], sources: list[Source]) -> list[tf.Tensor]:
     """Returns the values of `sources`, with `(variable, value)` in place of what the variables hold here."""
     import keras
 

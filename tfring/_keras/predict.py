@@ -20,7 +20,7 @@ from tfring import _tf, partition
 from tfring._keras import batch_shapes, configuration, exactness, whole
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
-from tfring.data.rows import forget_rows, has_static_rows, num_rows, one_row_at_least, static_rows, with_open_rows
+from tfring.data.rows import forget_rows, has_static_rows, num_rows, pad_empty_batch, relax_static_rows, static_rows
 from tfring.data.shares import Shares
 from tfring.errors import Reason
 from tfring.runtime import Ring
@@ -31,7 +31,7 @@ from tfring.step.functions import between_collectives, graph_function, to_tensor
 _under_way: list[PredictFunction] = []  # running loops of `predict`, innermost last
 
 
-def as_drawn_from(iterator: Any, dataset: Any) -> Any:
+def wrap_predict_iterator(iterator: Any, dataset: Any) -> Any:
     """Returns the iterator of a step; in `predict`, one that draws as waiting outputs require.
 
     Args:
@@ -40,7 +40,7 @@ def as_drawn_from(iterator: Any, dataset: Any) -> Any:
     """
     has_shares = isinstance(_tf.element_spec(dataset), Shares)
     is_drawn_here = _under_way and entry_under_way("predict") and (has_shares or _under_way[-1].is_alone)
-    return _Draws(iterator, _under_way[-1]) if is_drawn_here else iterator
+    return _PredictIterator(iterator, _under_way[-1]) if is_drawn_here else iterator
 
 
 class _Uncut(NamedTuple):
@@ -50,7 +50,7 @@ class _Uncut(NamedTuple):
     tensors: list
 
 
-class _Draws:
+class _PredictIterator:
     """The iterator of a `predict`. Ranks ask each other before a batch, except before one with outputs that wait."""
 
     def __init__(self, iterator: Any, function: PredictFunction):
@@ -113,14 +113,14 @@ class PredictFunction:
             if self.waits:
                 return self._keep(batches)
             self._check_shapes(batches[0])
-            return self._divided_or_whole(lambda: self._of_all(batches, self._constants(batches[0])))
+            return self._call_or_retrace(lambda: self._of_all(batches, self._constants(batches[0])))
 
-    def _divided_or_whole(self, compute: Callable[[], Any]) -> Any:
+    def _call_or_retrace(self, compute: Callable[[], Any]) -> Any:
         """Returns the result of a function that may be traced. It is traced again if rows cannot be divided."""
         try:
             return compute()
-        except exactness.OfWholeBatch as refused:
-            exactness.tell_whole(self._ring, self._model, "predict_step", refused.reason)
+        except exactness.WholeBatchRequired as refused:
+            exactness.log_whole_batch_step(self._ring, self._model, "predict_step", refused.reason)
             self._way = Way.WHOLE
             self._make()
         return compute()
@@ -204,7 +204,7 @@ class PredictFunction:
                 kept[:] = self._of_uncut, traced()
             return kept[1](*tensors)
 
-        return lambda *tensors: self._divided_or_whole(lambda: compute(*tensors))  # it is traced by its first call
+        return lambda *tensors: self._call_or_retrace(lambda: compute(*tensors))  # it is traced by its first call
 
     def _of_worker_rows(self, batch: Any) -> tuple:
         """Returns the outputs of this worker's rows of a batch, what is known of them, and the batch's fingerprint."""
@@ -212,7 +212,7 @@ class PredictFunction:
             return batch.function(*batch.tensors)
         self._check_shapes(batch)
         constants = self._constants(batch)
-        outputs, known = self._divided_or_whole(lambda: self._of_worker(batch, constants))
+        outputs, known = self._call_or_retrace(lambda: self._of_worker(batch, constants))
         return outputs, known, values_of(batch.fingerprint)[0]
 
     def _keep(self, batches: Sequence[Any]) -> Any:
@@ -270,20 +270,20 @@ class PredictFunction:
         def counted() -> tf.Tensor:
             if rows_of_all is not None:
                 return rows_of_all
-            if control.in_one_order():
+            if control.ordered_ops():
                 raise RuntimeError("rows are counted after what the model exchanges")
             return control.gather_equal(tf.stack(rows), name="rows of the batch")
 
         exactness.edit_step(self._ring, self._model, "predict_step", counted)
 
     def _on_replica(self, element: Any, rows: Any) -> Any:
-        element, has_rows = one_row_at_least(without_optionals(element))
+        element, has_rows = pad_empty_batch(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
         is_edited = self._way is Way.EDITED
         if is_edited:
             if has_static_rows(element):
-                element = with_open_rows(element)
+                element = relax_static_rows(element)
             element = partition.declare_batch(element)
         with exactness.declared_layers(self._model):
             outputs = between_collectives(self._model, "predict", self._ring)(element)
@@ -319,7 +319,7 @@ class PredictFunction:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
         if self._way is None:
-            self._way, _ = exactness.way_of(self._ring, self._model)
+            self._way, _ = exactness.decide_way(self._ring, self._model)
         if self._way is Way.WHOLE:
             parts = tuple(whole.batch(self._ring, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._ring), tf.int64)))
@@ -387,7 +387,7 @@ class PredictFunction:
             return self._ring.control_ops.gather_over_workers(tensor, axis or 0, name="predictions")
 
         if isinstance(value, tf.Tensor) and axis is None:
-            return _one_for_all(gather(value[None]))
+            return _common_value(gather(value[None]))
         return whole.of_workers(value, gather, self._ring.control.rank)
 
 
@@ -412,13 +412,13 @@ class _Kept:
         everyone = ring.control.gather_equal(sizes, name="sizes of predictions").numpy()
         sizes_of_ranks = everyone.reshape(-1, *sizes.shape)  # [ranks, batches, outputs]
         results = [
-            _of_ranks(ring, [batch[i] for batch in leaves], sizes_of_ranks[:, :, i])
+            _gather_output(ring, [batch[i] for batch in leaves], sizes_of_ranks[:, :, i])
             for i in range(len(leaves[0]))
         ]
         return tf.nest.pack_sequence_as(self.outputs[0], results)
 
 
-def _of_ranks(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
+def _gather_output(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
     """Returns one output of all batches.
 
     Args:
@@ -459,11 +459,11 @@ def _flat(structure: Any) -> list:
 
 def _concatenated(values: Sequence[Any], axis: int | None = 0) -> Any:
     if axis is None and len(values) > 1:
-        return _one_for_all(tf.stack(values))
+        return _common_value(tf.stack(values))
     return whole.concatenated(values, axis or 0)
 
 
-def _one_for_all(values: tf.Tensor) -> tf.Tensor:
+def _common_value(values: tf.Tensor) -> tf.Tensor:
     """Returns the first of several values that must be the same, except for their last bits."""
     if values.dtype.is_floating:
         is_same = (values == values[:1]) | (tf.math.is_nan(values) & tf.math.is_nan(values[:1]))

@@ -27,7 +27,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring._keras.layers import all_layers
 from tfring._keras.metrics import metrics_of
-from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
+from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_made_in_scope, ring_of_variable
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring, ring_of_process
@@ -96,7 +96,7 @@ def adopt_metrics(model: Any, ring: Ring) -> None:
 
 def refuse_weights(model: Any, ring: Ring) -> None:
     """Raises ConfigurationError, which names the layers, if trainable weights were made outside the scope."""
-    outside = {id(v) for v in model.trainable_variables if not is_of(v, ring)}
+    outside = {id(v) for v in model.trainable_variables if not is_made_in_scope(v, ring)}
     if not outside or model.optimizer is None:
         return
     layers = [layer for layer in _layers_as_written(model) if any(id(v) in outside for v in layer.trainable_variables)]

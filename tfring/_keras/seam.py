@@ -131,7 +131,7 @@ def state_of_thread() -> dict:
 
 
 @contextlib.contextmanager
-def in_state_of(other: dict) -> Iterator[None]:
+def use_thread_state(other: dict) -> Iterator[None]:
     """Gives this thread the state of another thread, which waits for it, inside the context."""
     mine = state_of_thread()
     before = dict(mine)

@@ -49,7 +49,7 @@ class Written(NamedTuple):
     rule: str
 
 
-class _RingVariable(_tf.distribute_values.DistributedVariable):
+class _RingTFVariable(_tf.distribute_values.DistributedVariable):
     """A variable of TensorFlow, such as `tf.Variable` makes in the scope of a RingStrategy."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
@@ -82,11 +82,11 @@ class _RingVariable(_tf.distribute_values.DistributedVariable):
         return float(self.numpy())
 
 
-class RingSyncOnReadVariable(_RingVariable, _tf.distribute_values.SyncOnReadVariable):
+class RingSyncOnReadVariable(_RingTFVariable, _tf.distribute_values.SyncOnReadVariable):
     """A variable of which each replica holds a part, or its own value, until it is read."""
 
 
-class RingMirroredVariable(_RingVariable, _tf.distribute_values.MirroredVariable):
+class RingMirroredVariable(_RingTFVariable, _tf.distribute_values.MirroredVariable):
     """A variable with the same value on all replicas."""
 
     # TensorFlow's class cannot write by indices.
@@ -210,7 +210,7 @@ def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
         running.written.append(Written(variable, _EDITED))
 
 
-def edited_together(
+def edit_step_and_state(
     ring: Ring, written: Sequence[Written], edit: Callable[[], list]
 ) -> tuple[list, list[Written]]:
     """Edits the graph of a step, and makes what the step wrote the same on all replicas.
@@ -221,10 +221,10 @@ def edited_together(
       edit: A function that edits the graph and returns operations after which exchanges have been made.
 
     Returns:
-      The operations that `edit` returns, and the elements of `written` with a rule that `written_together` applies.
+      The operations that `edit` returns, and the elements of `written` with a rule that `combine_writes` applies.
 
     Raises:
-      OfWholeBatch: If `edit` raises it.
+      WholeBatchRequired: If `edit` raises it.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     marks = []  # of the first replica: each variable, its value and its mark
@@ -302,7 +302,7 @@ def own_copy(variable: Any) -> Any:
     return copies[int(tf.get_static_value(tf.convert_to_tensor(replica))) % len(copies)]
 
 
-def values_before(model: Any) -> dict:
+def snapshot_values(model: Any) -> dict:
     """Returns the values of variables that a step may add to, before the step, by the variables' identity."""
     before = {}
     for variable in [*model.non_trainable_variables, *_variables_of_tensorflow(model)]:
@@ -320,14 +320,14 @@ def _variables_of_tensorflow(model: Any) -> list:
     return [v for v in objects_in(values, tf.Variable) if isinstance(v, tf.distribute.DistributedValues)]
 
 
-def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
+def combine_writes(ring: Ring, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
     """Prepares one value for each variable that replicas wrote. Writes at once those that all must have written alike.
 
     Args:
       ring: The workers.
       written: A `Written` for every write, the same on every rank.
       shares: float64 `[replicas_per_worker]`, rows of each replica divided by the rows of the batch.
-      before: The result of `values_before`.
+      before: The result of `snapshot_values`.
 
     Returns:
       The values that this worker adds to the sums over all workers, and a function that writes the variables from these

@@ -31,10 +31,10 @@ from keras.src.saving import serialization_lib
 from tfring import _tf, imports, step
 from tfring._keras import agreement, batch_shapes, calls, exactness, loop, resume, scope, state, whole
 from tfring._keras import callbacks as ring_callbacks
-from tfring._keras.batch import own_share
+from tfring._keras.batch import slice_own_rows
 from tfring._keras.logs import Logs
 from tfring._keras.losses import RingCompileLoss, additional_loss
-from tfring._keras.metrics import state_of_all, values_of_results
+from tfring._keras.metrics import summed_metric_state, values_of_results
 from tfring._keras.optimizers.adoption import adopt_optimizers
 from tfring._keras.parts import check_parallel_pairs
 from tfring._keras.predict import PredictFunction
@@ -47,7 +47,7 @@ from tfring.program import ShortTraceback
 from tfring.ring import failures
 from tfring.runtime import Ring
 from tfring.step import Way, status, trace
-from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
+from tfring.step.functions import IteratorFunction, between_collectives, graph_function, to_tensor, without_optionals
 
 
 def install() -> None:
@@ -95,7 +95,7 @@ class RingTrainer(TensorFlowTrainer):
             scope.warn_of_model(self)
             return super().fit(*args, **kwargs)
         with _short_traceback(), _call("fit", self, ring, args, kwargs) as (given, _):
-            ring.lines.note(exactness.of_own_rules(ring, self))
+            ring.lines.note(exactness.describe_layer_differences(ring, self))
             return super().fit(**given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ class RingTrainer(TensorFlowTrainer):
             return values_of_results(self.get_metrics_result())
         if ring.num_replicas == 1:
             return values_of_results(super()._get_metrics_result_or_logs(logs))
-        with state_of_all(ring, self.metrics):
+        with summed_metric_state(ring, self.metrics):
             return values_of_results(super()._get_metrics_result_or_logs(logs))
 
 
@@ -230,7 +230,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         batch_shapes.check(model, iterator._tfring_batch_size)
         spec = _tf.element_spec(iterator._distributed_dataset)
         data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, Shares) else spec)
-    _keep_first_state(model._compile_metrics)
+    _skip_first_reset(model._compile_metrics)
     first = model.train_function is None and model.test_function is None
     if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
@@ -252,13 +252,13 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         scope.adopt_metrics(model, ring)
 
 
-def _keep_first_state(metrics: Any) -> None:
+def _skip_first_reset(metrics: Any) -> None:
     """Skips the first reset of metrics that are not built: one process builds them after it, in its step."""
     if metrics is not None and not metrics.built:
         vars(metrics)["reset_state"] = lambda: vars(metrics).pop("reset_state")
 
 
-def forget_first_state(model: Any) -> None:
+def allow_first_reset(model: Any) -> None:
     """Makes the first reset of a model's metrics take effect, as they hold what was restored."""
     if model._compile_metrics is not None:
         vars(model._compile_metrics).pop("reset_state", None)
@@ -393,7 +393,7 @@ class StepFunction:
         self._replicas = len(ring.devices)
         self._logs = Logs(model, ring)
         self._way: Way | None = None  # not known before the first step
-        self._refused: exactness.OfWholeBatch | None = None  # why the traced step has to be traced again
+        self._refused: exactness.WholeBatchRequired | None = None  # why the traced step has to be traced again
         self._reads_more = False  # than its updater knew at the trace, so it is traced again
         self._static_rows: int | None = None  # of every global batch, if one process knows their number
         self._is_compared = False
@@ -404,7 +404,8 @@ class StepFunction:
         """Makes functions that have not been traced."""
         made = (lambda body: body) if self._model.run_eagerly else graph_function
         self._one_step = made(self._one_step_body)
-        self._on_iterator = self._on_iterator_body if self._model.run_eagerly else OfIterator(self._on_iterator_body)
+        body = self._on_iterator_body
+        self._on_iterator = body if self._model.run_eagerly else IteratorFunction(body)
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
 
@@ -425,7 +426,7 @@ class StepFunction:
                 self._ring.updater.before_evaluation(self._model)
             for batch in iterator:  # train_on_batch, test_on_batch
                 batch = tf.nest.map_structure(to_tensor, batch)
-                own = own_share(self._ring, batch)
+                own = slice_own_rows(self._ring, batch)
                 self._know_rows(num_rows(batch) if has_static_rows(batch) and own is not batch else None)
                 logs = self._call("_on_batch", own)
             return logs
@@ -441,7 +442,7 @@ class StepFunction:
     def _call(self, name: str, *args: Any) -> Any:
         """Calls a function of this object. Before the first call, ranks compare their models and the traced graph."""
         if not self._is_compared:
-            with imports.without_collections(as_old=False):  # each collection would walk the graph again
+            with imports.pause_garbage_collection(as_old=False):  # each collection would walk the graph again
                 graph = None if self._model.run_eagerly else self._traced(name, *args).graph
             agreement.check_model(self._ring, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
@@ -450,8 +451,8 @@ class StepFunction:
         while True:
             try:
                 return getattr(self, name)(*args)
-            except exactness.OfWholeBatch as refused:  # for a batch of another kind
-                self._take_whole_batches(refused)
+            except exactness.WholeBatchRequired as refused:  # for a batch of another kind
+                self._switch_to_whole_batch(refused)
 
     def _know_rows(self, rows: int | None) -> None:
         """Notes the static number of rows of the next batches, with which a step of the whole batch is traced."""
@@ -459,10 +460,10 @@ class StepFunction:
             self._make()
         self._static_rows = rows
 
-    def _take_whole_batches(self, refused: exactness.OfWholeBatch) -> None:
+    def _switch_to_whole_batch(self, refused: exactness.WholeBatchRequired) -> None:
         """Makes each step one of the whole batch from now on; what was traced is traced again."""
         self._way, self._refused = Way.WHOLE, None
-        exactness.tell_whole(self._ring, self._model, f"{self._kind}_step", refused.reason)
+        exactness.log_whole_batch_step(self._ring, self._model, f"{self._kind}_step", refused.reason)
         self._make()
 
     def _traced(self, name: str, *args: Any) -> Any:
@@ -473,21 +474,21 @@ class StepFunction:
         while True:
             try:
                 traced = getattr(self, name).get_concrete_function(*args)
-            except exactness.OfWholeBatch as refused:
+            except exactness.WholeBatchRequired as refused:
                 self._refused = refused
             except Exception as error:  # of any kind: a program may need the number of rows, which one process knows
                 if self._way is not Way.EDITED or self._static_rows is None:
                     raise
-                self._refused = exactness.OfWholeBatch(f"It needs the number of rows before it runs ({error!r}).")
+                self._refused = exactness.WholeBatchRequired(f"It needs the number of rows before it runs ({error!r}).")
             if self._refused is not None:
-                self._take_whole_batches(self._refused)
+                self._switch_to_whole_batch(self._refused)
             elif self._reads_more:
                 self._make()
             else:
                 return traced
             self._reads_more = False
 
-    def bring_logs_together(self) -> None:
+    def reduce_logs_after_loop(self) -> None:
         """Reduces the logs of the last batch after the loop: Keras finds them in the dict that it was given."""
         if self._unread is not None and isinstance(self._unread[0], dict):
             self._logs_of_loop.update(self._logs_of_all_rows(*self._unread))
@@ -500,28 +501,28 @@ class StepFunction:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
         if self._way is None:
-            self._way, reason = exactness.way_of(self._ring, self._model)
+            self._way, reason = exactness.decide_way(self._ring, self._model)
             if self._way is Way.WHOLE:
-                exactness.tell_whole(self._ring, self._model, name, reason)
+                exactness.log_whole_batch_step(self._ring, self._model, name, reason)
         way, shares = self._way, self._shares(batch_status)
         if way is Way.WHOLE:
             inputs = whole.batch(self._ring, inputs, rows, self._static_rows)
-        before = state.values_before(self._model)
-        outputs, written = self._logs.of_step(
+        before = state.snapshot_values(self._model)
+        outputs, written = self._logs.run_and_classify(
             lambda step: self._ring.strategy.extended.run_step(step, inputs, shares, way),
             lambda element: self.step(without_optionals(element)),
             rows,
             way,
         )
         if self._kind == "train" and self._ring.updater is not None:
-            self._reads_more |= self._ring.updater.reads_more()
+            self._reads_more |= self._ring.updater.should_retrace()
         if way is not Way.EDITED:
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
         exchanges: list = []
         try:
             edit = functools.partial(exactness.edit_step, self._ring, self._model, name, batch_status.rows)
-            exchanges, written = state.edited_together(self._ring, written, edit)
-        except exactness.OfWholeBatch as refused:
+            exchanges, written = state.edit_step_and_state(self._ring, written, edit)
+        except exactness.WholeBatchRequired as refused:
             if self._is_compared:
                 raise
             self._refused, written = refused, []
@@ -537,12 +538,12 @@ class StepFunction:
         self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
     ) -> Any:
         """Returns the outputs of each replica, or the logs, once each variable that replicas wrote has one value."""
-        parts = [state.written_together(self._ring, written, shares, before)]
+        parts = [state.combine_writes(self._ring, written, shares, before)]
         if with_logs and self._logs.read(written):
-            self._together([parts.pop()])  # first, as the logs read the state
+            self._sum_and_finish([parts.pop()])  # first, as the logs read the state
         if with_logs:
             parts.append(self._logs.pending_reduction(outputs, shares))
-        logs = self._together(parts)
+        logs = self._sum_and_finish(parts)
         if self._ring.check_equal:  # gradients accumulate on each worker, and are reduced once per update
             variables = ring_callbacks.all_variables(self._model)
             self._ring.strategy.assert_equal(
@@ -550,7 +551,7 @@ class StepFunction:
             )
         return logs[-1] if with_logs else outputs
 
-    def _together(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Any]]]) -> list:
+    def _sum_and_finish(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Any]]]) -> list:
         """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective per dtype."""
         values = [value for values, _ in parts for value in values]
         totals = self._ring.control_ops.sum_over_workers(values, name="state and logs")
@@ -580,7 +581,7 @@ class StepFunction:
             else:  # the step is in the graph only once: twice, it would draw the numbers of a seed twice
                 with _tf.scratch_graph():
                     outputs, shares, _ = self._step_on_iterator(iterator, False)
-                first = 0, True, *tf.nest.map_structure(_never, (outputs, shares), expand_composites=True)
+                first = 0, True, *tf.nest.map_structure(_dummy_like, (outputs, shares), expand_composites=True)
             _, _, outputs, shares = tf.while_loop(more, another, first, parallel_iterations=1)
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
@@ -623,7 +624,7 @@ class StepFunction:
 
     def _logs_of_all_rows_body(self, outputs: Any, shares: tf.Tensor) -> Any:
         with self._ring.scope():
-            [logs] = self._together([self._logs.pending_reduction(outputs, shares)])
+            [logs] = self._sum_and_finish([self._logs.pending_reduction(outputs, shares)])
             return logs
 
     # -- the batch -------------------------------------------------------------------------------------------------
@@ -649,14 +650,14 @@ class StepFunction:
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.
             drawn = tf.nest.flatten(_tf.next_or_error(iterator), expand_composites=True)
         with tf.control_dependencies([t for t in drawn if isinstance(t, tf.Tensor)]):
-            return tf.nest.map_structure(_never, like, expand_composites=True)
+            return tf.nest.map_structure(_dummy_like, like, expand_composites=True)
 
     def _unless_wrong(self, batch_status: status.Status, results: Any) -> Any:
         with tf.control_dependencies(status.why_not(batch_status)):
             return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
 
-def _never(tensor: tf.Tensor) -> tf.Tensor:
+def _dummy_like(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor of this dtype, and of this shape as far as it is static."""
     shape = tensor.shape
     if shape.is_fully_defined():

@@ -113,7 +113,7 @@ def _gathered(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(strings, tf.concat([[-1], tf.shape(tensor)[1:]], 0))
 
 
-def of_first(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
+def broadcast_first(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
     """Returns the first worker's tensor, which may have any shape there, in place of this worker's."""
     if ring.control.world_size == 1 or tensor.dtype in (tf.variant, tf.resource):
         return tensor

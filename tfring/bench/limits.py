@@ -114,7 +114,7 @@ def _seconds_for(size: int, outgoing: socket.socket | None, incoming: socket.soc
     if outgoing is None and incoming is None:
         return 0.0
     start = time.perf_counter()
-    sending = threading.Thread(target=_pour, args=(outgoing, size), daemon=True)
+    sending = threading.Thread(target=_send_bytes, args=(outgoing, size), daemon=True)
     sending.start()
     if incoming is not None:
         _fill(incoming, bytearray(_CHUNK_BYTES), size)
@@ -122,7 +122,7 @@ def _seconds_for(size: int, outgoing: socket.socket | None, incoming: socket.soc
     return time.perf_counter() - start
 
 
-def _pour(connection: socket.socket | None, size: int) -> None:
+def _send_bytes(connection: socket.socket | None, size: int) -> None:
     chunk = bytes(_CHUNK_BYTES)
     for _ in range(size // len(chunk) if connection is not None else 0):
         assert connection is not None

@@ -23,7 +23,7 @@ import numpy as np
 from tfring._keras import randomness, resume
 from tfring._keras.callbacks import LateCallback
 from tfring._keras.seam import ring_of_model
-from tfring._keras.trainer import build_by_step, forget_first_state
+from tfring._keras.trainer import allow_first_reset, build_by_step
 from tfring.callbacks import files, random_states, variables
 from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
@@ -129,7 +129,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         initial_epoch, self._preempted, self.granted = model._initial_epoch, False, _NOTHING
         try:
             if self._sharded:
-                self._check_that_all_see_the_folder()
+                self._check_folder_is_shared()
             with (
                 files.held(self._folder) if self._ring.cluster.is_chief else contextlib.nullcontext("") as holder,
                 concurrent.futures.ThreadPoolExecutor(1, "tfring-backup") as self._writer,
@@ -148,7 +148,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             self._ring, self._restored, self._arrays, self._writer = None, None, None, None
             model._initial_epoch = initial_epoch
 
-    def _check_that_all_see_the_folder(self) -> None:
+    def _check_folder_is_shared(self) -> None:
         ring, is_chief = self._ring, self._ring.cluster.is_chief
         name = f".{secrets.token_hex(8)}" if is_chief else ""
         if is_chief:
@@ -201,7 +201,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             self._say(f"training continues from {reply['path']}")
 
     def _of_rank(self, states: list) -> Any:
-        return states[variables.rank_then(self._ring, self._restored["cluster"])]
+        return states[variables.find_saved_rank(self._ring, self._restored["cluster"])]
 
     @contextlib.contextmanager
     def _sigterm(self) -> Iterator[None]:
@@ -279,7 +279,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
         build_by_step(model)
         variables.build_optimizers(ring, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
-        forget_first_state(model)
+        allow_first_reset(model)
         arrays = self._attribute_arrays(state)
         self._attributes.set(state["callbacks"], arrays)
         model.history.history.update(state["history"])
@@ -305,7 +305,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
 
     def _give_variables(self, chosen: Sequence[keras.Variable]) -> None:
         state = self._restored
-        variables.check_fit(chosen, state["variables"])
+        variables.check_descriptions(chosen, state["variables"])
         variables.give(self._ring, self.model, chosen, state["variables"], self._arrays, state["cluster"])
 
     def _attribute_arrays(self, state: dict[str, Any]) -> list[np.ndarray]:

@@ -149,7 +149,7 @@ def give(
     variables: Sequence[keras.Variable],
     descriptions: Sequence[dict[str, Any]],
     arrays: list[np.ndarray] | None,
-    cluster_then: dict,
+    saved_cluster: dict,
 ) -> None:
     """Assigns the values that `take` returned.
 
@@ -159,9 +159,9 @@ def give(
       variables: One variable for each description, in the same order.
       descriptions: The descriptions from `take`, on every rank.
       arrays: The arrays from `take`, on rank 0.
-      cluster_then: `mesh` and `replicas_per_worker` when `take` was called.
+      saved_cluster: `mesh` and `replicas_per_worker` when `take` was called.
     """
-    data_then, per_worker_then = cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]
+    data_then, per_worker_then = saved_cluster["mesh"]["data"], saved_cluster["replicas_per_worker"]
     accumulators = _accumulators_of(model)
     for number, (variable, description) in enumerate(zip(variables, descriptions, strict=True)):
         dtype = tf.as_dtype(description["dtype"]).as_numpy_dtype
@@ -178,16 +178,16 @@ def give(
             scatter(ring, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
         else:
             shape = (count_then, *description["shape"])
-            _give_whole(ring, variable, broadcast(ring, entries, shape, dtype), of_each, cluster_then)
+            _give_whole(ring, variable, broadcast(ring, entries, shape, dtype), of_each, saved_cluster)
 
 
 def _give_whole(
-    ring: Ring, variable: keras.Variable, entries: np.ndarray, of_each: bool, cluster_then: dict[str, Any]
+    ring: Ring, variable: keras.Variable, entries: np.ndarray, of_each: bool, saved_cluster: dict[str, Any]
 ) -> None:
     """Assigns a replicated variable the value of each replica, or the one value of all."""
     replicas = values_of(variable.value)
     data = ring.mesh.coordinate("data", ring.cluster.rank)
-    same_replicas = (cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]) == (
+    same_replicas = (saved_cluster["mesh"]["data"], saved_cluster["replicas_per_worker"]) == (
         ring.mesh.size_along("data"),
         len(ring.devices),
     )
@@ -256,7 +256,7 @@ def _total(entries: np.ndarray) -> np.ndarray:
     return total
 
 
-def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[str, Any]]) -> None:
+def check_descriptions(variables: Sequence[keras.Variable], descriptions: Sequence[dict[str, Any]]) -> None:
     """Raises ConfigurationError if the descriptions are not those of these variables."""
     then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
     now = [(v.value.dtype.name, full_shape(v)) for v in variables]
@@ -282,10 +282,10 @@ def describe_cluster(ring: Ring) -> dict[str, Any]:
     }
 
 
-def rank_then(ring: Ring, cluster_then: dict[str, Any]) -> int:
+def find_saved_rank(ring: Ring, saved_cluster: dict[str, Any]) -> int:
     """Returns the rank whose random states to restore: this one on the same mesh, otherwise one of its rows, or 0."""
-    mesh, rank = Mesh(**cluster_then["mesh"]), ring.cluster.rank
-    if cluster_then["mesh"] == describe_cluster(ring)["mesh"]:
+    mesh, rank = Mesh(**saved_cluster["mesh"]), ring.cluster.rank
+    if saved_cluster["mesh"] == describe_cluster(ring)["mesh"]:
         return rank
     here = ring.mesh.coordinates(rank)
     return mesh.rank(Coordinates(0, here.data, 0)) if here.data < mesh.size_along("data") else 0

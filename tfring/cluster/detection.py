@@ -91,7 +91,7 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
     environ = os.environ if environ is None else environ
     found = find(environ)
     if found is None:
-        torchrun.check_not_half(environ)
+        torchrun.check_rank_is_set(environ)
         kubernetes.warn_if_alone(environ)
         slurm.warn_if_alone(environ)
         return Cluster.alone()
@@ -117,10 +117,10 @@ def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
     return chosen
 
 
-class Outlook:
+class ClusterSnapshot:
     """A snapshot of the cluster that the environment describes, to compare with a later one.
 
-    >>> outlook = Outlook({})
+    >>> outlook = ClusterSnapshot({})
     >>> outlook.changed({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     ('no source describes a cluster', 'torchrun-style variables says rank 0 of 2')
     """

@@ -50,7 +50,7 @@ def meet(unresolved: UnresolvedCluster) -> Cluster:
     """
     key = (os.getpid(), unresolved)
     if key not in _met:
-        _met[key] = Cluster.alone(unresolved.source) if unresolved.world_size == 1 else _Meeting(unresolved).run()
+        _met[key] = Cluster.alone(unresolved.source) if unresolved.world_size == 1 else _AddressGather(unresolved).run()
     return _met[key]
 
 
@@ -61,7 +61,7 @@ def forget_listener(cluster: Cluster, without: Cluster) -> None:
             _met[key] = without
 
 
-class _Meeting:
+class _AddressGather:
     """Runs one rank's side of the exchange."""
 
     def __init__(self, unresolved: UnresolvedCluster) -> None:

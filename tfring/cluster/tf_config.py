@@ -139,7 +139,7 @@ def _read_cluster(config: Mapping[str, Any]) -> dict[str, list[Any]]:
                 'lists parameter servers ("ps"), but a ring has none: every worker holds all variables, and '
                 "gradients are summed in a ring. Start the workers only, or make a tfring.ParameterServerStrategy"
             )
-            raise _error(what, config, **_without(job, config, cluster))
+            raise _error(what, config, **_remove_job(job, config, cluster))
         if job not in _JOBS:
             what = f"has a job {job!r}, but jobs are chief, worker and evaluator"
             raise _error(what, config, **_renamed(job, config, cluster))
@@ -162,12 +162,12 @@ def _read_addresses(
         if address in owners:
             text = cluster[job][index]
             what = f"gives {text!r} to both {owners[address]} and {job} {index}; each needs its own"
-            raise _error(what, config, cluster=_each_on_its_own(cluster, ring, addresses))
+            raise _error(what, config, cluster=_make_addresses_unique(cluster, ring, addresses))
         owners[address] = f"{job} {index}"
     return tuple(map(str, owners))
 
 
-def _each_on_its_own(
+def _make_addresses_unique(
     cluster: dict[str, list[Any]], ring: list[tuple[str, int]], addresses: list[Address]
 ) -> dict[str, list[Any]]:
     """Returns the cluster with another port for every address that an earlier task already has."""
@@ -213,7 +213,7 @@ def _read_task(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> tupl
     return job, index
 
 
-def _without(job: str, config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> dict[str, Any]:
+def _remove_job(job: str, config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> dict[str, Any]:
     left = {name: tasks for name, tasks in cluster.items() if name != job}
     if "chief" not in left and "worker" not in left:
         left.update(_EXAMPLE["cluster"])
@@ -239,7 +239,7 @@ def _renamed(job: str, config: Mapping[str, Any], cluster: dict[str, list[Any]])
     """Renames a job: `master`, TensorFlow 1's name of the chief, to chief; any other name to worker."""
     name = "chief" if job == "master" else "worker"
     if name in cluster:
-        return _without(job, config, cluster)
+        return _remove_job(job, config, cluster)
     task = config.get("task")
     if isinstance(task, Mapping) and task.get("type") == job:
         task = {**task, "type": name}

@@ -65,7 +65,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     )
 
 
-def check_not_half(environ: Mapping[str, str]) -> None:
+def check_rank_is_set(environ: Mapping[str, str]) -> None:
     """Checks that a world size and an address are not set without a rank, as each process would then train alone.
 
     Raises:

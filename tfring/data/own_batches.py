@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data.plan import as_element, plan_of
-from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, with_equal_rows
+from tfring.data.rows import bounds, check_equal_rows, cut_rows, forget_rows, num_rows, slice_rows
 from tfring.data.shares import Shares
 
 
@@ -31,7 +31,7 @@ def split_own_batches(
 
     @tf.autograph.experimental.do_not_convert
     def cut(*components: Any) -> tf.data.Dataset:
-        batch = with_equal_rows(forget_rows(as_element(components, dataset.element_spec), constants))
+        batch = check_equal_rows(forget_rows(as_element(components, dataset.element_spec), constants))
         rows = tf.cast(num_rows(batch), tf.int64)
         steps = tf.minimum(rows, world_size)  # none without rows
 

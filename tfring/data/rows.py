@@ -81,7 +81,7 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
     return tf.nest.map_structure(cut, element)
 
 
-def with_equal_rows(element: Any) -> Any:
+def check_equal_rows(element: Any) -> Any:
     """Returns the element, with a check that its components have equal numbers of rows when it is drawn."""
     counts = [_count(component) for component in tf.nest.flatten(element) if _is_counted(component)]
     checks = [
@@ -196,7 +196,7 @@ def split_rows(element: Any, num_parts: int) -> list:
     return [slice_rows(element, *bounds(rows, part, num_parts)) for part in range(num_parts)]
 
 
-def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
+def pad_empty_batch(element: Any) -> tuple[Any, tf.Tensor | None]:
     """Adds a row of zeros to a batch without rows, for operations that need at least one.
 
     Convolutions of oneDNN, and shapes with a -1 beside `tf.shape(x)[0]`, fail without rows. The results of this row
@@ -222,7 +222,7 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 
-def with_open_rows(element: Any) -> Any:
+def relax_static_rows(element: Any) -> Any:
     """Returns a batch whose static number of rows is unknown in the graph that is built with it."""
     rows = num_rows(element)
 

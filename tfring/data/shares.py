@@ -14,12 +14,12 @@ from tfring.data.plan import plan_of
 from tfring.data.rows import (
     ReplicaRange,
     bounds,
+    check_equal_rows,
     cut_rows,
     forget_rows,
     num_rows,
     slice_rows,
     spec_of_any_rows,
-    with_equal_rows,
 )
 
 
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
                 first, _ = self.replica_range.bounds(total)
         else:
             batch, total, digest = element, None, tf.constant(0, tf.int64)
-        batch = with_equal_rows(forget_rows(batch, self.constants))
+        batch = check_equal_rows(forget_rows(batch, self.constants))
         if self.compare:
             digest = fingerprint.of_batch(batch, self.left_out)
         total = num_rows(batch) if total is None else total

@@ -82,16 +82,16 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
     else:
         if rank != 0:
             assert listener is not None
-            return _Answering(cluster, listener, seconds).run()
+            return _Responder(cluster, listener, seconds).run()
         if listener is not None:
-            asking = _Asking(cluster, listener, seconds, num_servers)
+            asking = _Examiner(cluster, listener, seconds, num_servers)
             with contextlib.closing(asking):
                 return _report(asking.examine(), as_json, not_ready_code)
         found = {"facts": {0: host.facts(cluster)}, **_about(cluster, num_servers)}
     return _report(found, as_json, not_ready_code)
 
 
-def not_started(code: int, printed: str, *, over_ssh: bool, as_json: bool) -> int:
+def report_failed_start(code: int, printed: str, *, over_ssh: bool, as_json: bool) -> int:
     """Reports, with the output, that the launcher could not start a doctor for every rank, or keep it running."""
     lines = [f"  {line}" for line in printed.splitlines()[-_MOST_LINES:] if line.strip()]
     problem = f"The doctor did not start for every rank, or ended before the report (exit code {code})"
@@ -171,7 +171,7 @@ def _object(answer: Any) -> Answer:
     return answer
 
 
-class _Asking:
+class _Examiner:
     """Asks the other ranks, on rank 0."""
 
     def __init__(self, cluster: Cluster, listener: Listener, seconds: float, num_servers: int) -> None:
@@ -288,7 +288,7 @@ class _Asking:
         return next((answer for answer in answers.values() if "problem" in answer), answers[0])
 
 
-class _Answering:
+class _Responder:
     """The part of every other rank: answers on any connection to rank 0, until rank 0 ends the examination."""
 
     def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:

@@ -51,10 +51,10 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
     if found["problem"]:
         what, _, do = found["problem"].partition("\n\n" if "\n\n" in found["problem"] else "\n")
         yield Finding(what, do or "Fix this and run the command again.")
-    yield from _of_hosts(found["facts"])
-    yield from _of_names(found["facts"])
-    yield from _of_missing(found)
-    yield from _of_connections(found)
+    yield from _host_findings(found["facts"])
+    yield from _name_findings(found["facts"])
+    yield from _missing_rank_findings(found)
+    yield from _connection_findings(found)
     for rank, problem in found.get("lost", {}).items():
         who = _capital(named([rank], found))
         yield Finding(f"{who} was connected, but is gone: {problem}.", "Read its output, then run the command again.")
@@ -71,14 +71,14 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
 def warnings(found: dict[str, Any]) -> Iterator[Finding]:
     """Yields findings about what is odd, slow or likely to cause trouble later."""
     facts = found["facts"]
-    yield from _of_python(facts)
-    yield from _of_memory(found)
-    yield from _of_cpus(found)
-    yield from _of_clocks(found)
-    yield from _of_interfaces(found)
+    yield from _python_findings(facts)
+    yield from _shared_memory_findings(found)
+    yield from _cpu_findings(found)
+    yield from _clock_findings(found)
+    yield from _interface_findings(found)
 
 
-def hosts_of(facts: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
+def ranks_by_host(facts: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
     """Returns the ranks of each host, in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in sorted(facts.items()):
@@ -158,7 +158,7 @@ def named(ranks: Sequence[int], found: dict[str, Any]) -> str:
     return f"{words} ({roles})"
 
 
-def _of_hosts(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+def _host_findings(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     for problem, ranks in _by(facts, lambda fact: fact["library"]["problem"]).items():
         if problem:
             what, do = _first_sentence(problem)
@@ -195,7 +195,7 @@ def _of_tensorflow(version: str | None) -> str | None:
     return None
 
 
-def _of_names(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+def _name_findings(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     ranks_of: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for rank, fact in facts.items():
         for name, why in fact["unresolved"].items():
@@ -208,7 +208,7 @@ def _of_names(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
         )
 
 
-def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
+def _missing_rank_findings(found: dict[str, Any]) -> Iterator[Finding]:
     addresses = found["addresses"]
     by_kind: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for rank, attempt in found.get("missing", {}).items():
@@ -232,7 +232,7 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(f"{_capital(named(ranks, found))} never connected. {where}: {why}.", do)
 
 
-def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
+def _connection_findings(found: dict[str, Any]) -> Iterator[Finding]:
     """Yields one finding for each pair of hosts and each kind of failure between them, for any number of ranks."""
     facts, addresses = found["facts"], found["addresses"]
     pairs: dict[tuple[str, str, str], list[tuple[int, int]]] = collections.defaultdict(list)
@@ -300,7 +300,7 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
     }.get(kind, (f"failed{words}", "Fix this and run the command again."))
 
 
-def _of_python(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+def _python_findings(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
     versions = _by(facts, lambda fact: fact["python"])
     if len(versions) > 1:
         yield Finding(f"Python differs: {_versions(versions)}.", "Install the same Python for all ranks.")
@@ -311,7 +311,7 @@ def _of_python(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(what, f'If problems occur: pip install "tensorflow-cpu<={newest}.*"')
 
 
-def _of_memory(found: dict[str, Any]) -> Iterator[Finding]:
+def _shared_memory_findings(found: dict[str, Any]) -> Iterator[Finding]:
     facts = found["facts"]
     for problem, ranks in _by(facts, lambda fact: fact["shared_memory"]["problem"]).items():
         if problem:
@@ -328,9 +328,9 @@ def _of_memory(found: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_cpus(found: dict[str, Any]) -> Iterator[Finding]:
+def _cpu_findings(found: dict[str, Any]) -> Iterator[Finding]:
     facts, num_workers = found["facts"], (found["world_size"] or 0) - found.get("num_servers", 0)
-    for ranks in hosts_of(facts).values():
+    for ranks in ranks_by_host(facts).values():
         cpus = cpus_of([facts[rank] for rank in ranks])
         if cpus < len(ranks):
             yield Finding(
@@ -339,7 +339,7 @@ def _of_cpus(found: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_clocks(found: dict[str, Any]) -> Iterator[Finding]:
+def _clock_findings(found: dict[str, Any]) -> Iterator[Finding]:
     for rank, clock in found.get("clocks", {}).items():
         if abs(clock["offset_seconds"]) - clock["uncertainty_seconds"] > _MAX_CLOCK_SECONDS:
             way = "ahead of" if clock["offset_seconds"] > 0 else "behind"
@@ -350,8 +350,8 @@ def _of_clocks(found: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_interfaces(found: dict[str, Any]) -> Iterator[Finding]:
-    if len(hosts_of(found["facts"])) < 2:
+def _interface_findings(found: dict[str, Any]) -> Iterator[Finding]:
+    if len(ranks_by_host(found["facts"])) < 2:
         return
     seen = set()
     for rank, fact in found["facts"].items():

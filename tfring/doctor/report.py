@@ -21,7 +21,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
     facts = found["facts"]
     problems = [finding._asdict() for finding in findings.problems(found)]
     warnings = [finding._asdict() for finding in findings.warnings(found)]
-    hosts = list(findings.hosts_of(facts).values())
+    hosts = list(findings.ranks_by_host(facts).values())
     return {
         "schema": SCHEMA,
         "ready": not problems,

@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    def of_a_cluster(name: str, run: Callable[[argparse.Namespace], int], **shown: Any) -> argparse.ArgumentParser:
+    def cluster_command(name: str, run: Callable[[argparse.Namespace], int], **shown: Any) -> argparse.ArgumentParser:
         usage = f"tfring {name} [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]"
         added = command(name, run, usage=usage, **shown)
         _add_options_of_a_job(added)
@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("--dry-run", action="store_true", help="print the hosts and variables of all workers, and exit")
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the program, and its arguments")
-    doctor = of_a_cluster(
+    doctor = cluster_command(
         "doctor",
         _doctor,
         help="check whether a cluster can train",
@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--servers", type=_number, default=0, metavar="S", help="also check S parameter servers")
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
-    bench = of_a_cluster(
+    bench = cluster_command(
         "bench",
         _bench,
         help="measure a cluster's collectives",
@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="plot bus bandwidth over size to FILE, such as bench.png")
-    test = of_a_cluster(
+    test = cluster_command(
         "test",
         _test,
         help="train a small model on a cluster and compare it with one process",
@@ -375,7 +375,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if code == _NOT_READY:
         return 1
     over_ssh = code == exit_codes.CANNOT_START and arguments.n is None
-    return examination.not_started(code, printed.text, over_ssh=over_ssh, as_json=arguments.json)
+    return examination.report_failed_start(code, printed.text, over_ssh=over_ssh, as_json=arguments.json)
 
 
 class _Printed:
@@ -482,7 +482,7 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="read options from a TOML file (default of launch: [tool.tfring.launch] of pyproject.toml)",
     )
-    parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
+    parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_ForeignOption, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="HOSTS", help="start workers on these hosts, over ssh (not for localhost)")
     where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start workers on the hosts of a file")
@@ -647,7 +647,7 @@ def _names_hosts(arguments: argparse.Namespace) -> bool:
     return bool(arguments.hosts or arguments.hostfile or arguments.hosts_from)
 
 
-class _Elsewhere(argparse.Action):
+class _ForeignOption(argparse.Action):
     """Reports the name that an option of Horovod, mpirun or torchrun has here."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:

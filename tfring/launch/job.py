@@ -65,7 +65,7 @@ class Worker:
     exit_code: int | None = None  # negative for a signal
     failed_at: float = 0.0  # start of its traceback, or its end without one
     error: list[bytes] = dataclasses.field(default_factory=list)  # the traceback with which it ended
-    lost_a_peer: bool = False  # it reported that it ended because another had: it is not the first to fail
+    has_lost_peer: bool = False  # it reported that it ended because another had: it is not the first to fail
 
     @property
     def name(self) -> str:
@@ -139,12 +139,12 @@ class Job:
             self._environ[launch_variables.MAX_WORKER_RESTARTS] = str(max_worker_restarts)
         self._restart = restart
         self._start_at = time.monotonic() + delay_seconds
-        self._sequel = sequel
+        self._describe_followup = sequel
         self.lost_hosts: list[str] = []
-        self.asked_to_stop = False  # by a signal, or because the parent is gone
+        self.is_stop_requested = False  # by a signal, or because the parent is gone
         self._start_seconds = start_seconds
         self._give_up_at: float | None = None  # the deadline for hosts to listen
-        self._tell_alone_at = self._start_at + _ALONE_SECONDS if num_workers > 1 else None
+        self._warn_no_ring_at = self._start_at + _ALONE_SECONDS if num_workers > 1 else None
         self._hosts: list[RemoteHost] = []
         first = 0
         for number, host in enumerate(hosts):
@@ -198,7 +198,7 @@ class Job:
             self._stop_code = 128 + signal.SIGPIPE
         except _CannotStartError as error:
             self._stop_code = exit_codes.CANNOT_START
-            self._say(str(error) + self._sequel(self))
+            self._say(str(error) + self._describe_followup(self))
         finally:
             processes.end_descendants()
         with contextlib.suppress(BrokenPipeError):
@@ -407,7 +407,7 @@ class Job:
         """Waits for events and handles them."""
         self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
-        due = [self._decide_at, self._next_step_at, self._give_up_at, self._tell_alone_at]
+        due = [self._decide_at, self._next_step_at, self._give_up_at, self._warn_no_ring_at]
         due += [stream.show_rest_at for stream in streams]
         times = [at for at in due if at is not None]
         times = [0.0] if self._may_have_ended else times
@@ -427,12 +427,12 @@ class Job:
             self._next_step()
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up()
-        if self._tell_alone_at is not None and now >= self._tell_alone_at:
-            self._tell_alone()
+        if self._warn_no_ring_at is not None and now >= self._warn_no_ring_at:
+            self._warn_if_no_ring()
 
-    def _tell_alone(self) -> None:
+    def _warn_if_no_ring(self) -> None:
         """Warns if no worker has joined a ring. A program does this before it trains."""
-        self._tell_alone_at = None
+        self._warn_no_ring_at = None
         if self._taken and not any([self._notes_of(rank) for rank in self._taken]):
             self._say(
                 f"after {_ALONE_SECONDS:.0f} s no ring was formed. If the program makes no tfring.RingStrategy, each "
@@ -469,24 +469,24 @@ class Job:
 
     def _on_ended(self, worker: Worker, code: int) -> None:
         worker.exit_code = code
-        worker.lost_a_peer = Note.PEER_LOST in self._notes_of(worker.rank)
+        worker.has_lost_peer = Note.PEER_LOST in self._notes_of(worker.rank)
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()
         if worker.err.traceback_at is not None and now - worker.err.traceback_at < _MOST_EXIT_SECONDS:
             worker.error = worker.err.last_traceback()
         if code == 0:
-            self._end_those_started_again()
+            self._end_unneeded_restarts()
         if code == 0 or self._stop_code is not None:
             return
-        if self._comes_into_training(worker):
+        if self._should_restart_worker(worker):
             self._start_again(worker, "it comes back in the current epoch")
             return
-        if self._is_spared(worker):
+        if self._can_continue_without(worker):
             self._say(f"{worker.name} is lost: {_describe(code)}. The other workers continue.")
-            self._end_those_started_again()
+            self._end_unneeded_restarts()
             return
-        if self._comes_back(worker):
+        if self._can_recover_server(worker):
             if self._is_training():
                 self._start_server_again(worker)
             return
@@ -494,7 +494,7 @@ class Job:
         worker.failed_at = now if traceback_at is None else traceback_at
         self._failed.append(worker)
         decide_at = now
-        if self._another_may_be_first(worker):
+        if self._may_be_secondary_failure(worker):
             decide_at = now + _CAUSE_SECONDS
         elif traceback_at is not None:
             decide_at = traceback_at + _SAME_ERROR_SECONDS
@@ -510,20 +510,20 @@ class Job:
         else:
             self._start_again(server, "the workers wait for it, and it continues from its last snapshot")
 
-    def _is_spared(self, worker: Worker) -> bool:
+    def _can_continue_without(self, worker: Worker) -> bool:
         """Returns whether the others continue without a failed worker: it has reported so, and one of them is left."""
         others = [w for w in self._workers if w.server is None and w is not worker]
         is_one_left = any(w.exit_code in (None, 0) for w in others)
-        return self._goes_on_without(worker) and is_one_left
+        return self._can_survive_loss(worker) and is_one_left
 
-    def _goes_on_without(self, worker: Worker) -> bool:
+    def _can_survive_loss(self, worker: Worker) -> bool:
         """Returns whether the others survive the loss of a worker."""
         is_back = worker.rank in self._restarts
         return worker.server is None and (is_back or Note.SURVIVABLE in self._notes_of(worker.rank))
 
-    def _comes_into_training(self, worker: Worker) -> bool:
+    def _should_restart_worker(self, worker: Worker) -> bool:
         """Returns whether a failed worker is started again: the others, if any, have not finished."""
-        if any(w.exit_code == 0 for w in self._workers) or not self._goes_on_without(worker):
+        if any(w.exit_code == 0 for w in self._workers) or not self._can_survive_loss(worker):
             return False
         return self._restarts.get(worker.rank, 0) < self._max_worker_restarts
 
@@ -531,7 +531,7 @@ class Job:
         """Returns whether a worker is still running."""
         return any(worker.server is None and worker.exit_code is None for worker in self._workers)
 
-    def _comes_back(self, worker: Worker) -> bool:
+    def _can_recover_server(self, worker: Worker) -> bool:
         """Returns whether a failed server is started again, or is no longer needed."""
         if worker.server is None:
             return False
@@ -544,7 +544,7 @@ class Job:
             return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
-    def _end_those_started_again(self) -> None:
+    def _end_unneeded_restarts(self) -> None:
         """Ends restarted servers if no worker is left, and restarted workers that come after the servers have ended."""
         has_server_ended = any(worker.exit_code == 0 for worker in self._workers if worker.server is not None)
         for worker in self._workers:
@@ -567,17 +567,17 @@ class Job:
                 self._notes[rank] = self._notes.get(rank, b"") + os.read(self._taken[rank], 16)
         return self._notes.get(rank, b"")
 
-    def _another_may_be_first(self, worker: Worker) -> bool:
+    def _may_be_secondary_failure(self, worker: Worker) -> bool:
         """Returns True if a running worker may have failed before: a traceback comes a while before the end."""
         running = [other for other in self._workers if other.exit_code is None]
         tracebacks = [other.err.traceback_at for other in running if other.err.traceback_at is not None]
-        return bool(running) and (worker.lost_a_peer or any(at < worker.failed_at for at in tracebacks))
+        return bool(running) and (worker.has_lost_peer or any(at < worker.failed_at for at in tracebacks))
 
     def _decide(self) -> None:
         """Decides which worker failed first, and stops the others."""
         self._decide_at = None
         if self._failed and self._stop_code is None:
-            self._failed.sort(key=lambda worker: (worker.lost_a_peer, worker.failed_at))
+            self._failed.sort(key=lambda worker: (worker.has_lost_peer, worker.failed_at))
             self._first = self._failed[0]
             self._stop(_exit_status(self._first.exit_code), _TERMINATE)
 
@@ -593,7 +593,7 @@ class Job:
             if signum == signal.SIGCHLD:
                 self._may_have_ended = True  # after the last collection: its byte was read here with another one
                 continue
-            self.asked_to_stop = True
+            self.is_stop_requested = True
             if self._stop_code is None:
                 ladders = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _PREEMPT}
                 self._stop(128 + signum, ladders.get(signal.Signals(signum), _TERMINATE))
@@ -602,7 +602,7 @@ class Job:
 
     def _on_parent_gone(self, fd: int) -> None:
         self._selector.unregister(fd)
-        self.asked_to_stop = True
+        self.is_stop_requested = True
         self._stop(128 + signal.SIGKILL, _TERMINATE)
 
     def _stop(self, code: int, ladder: Sequence[tuple[signal.Signals, float]]) -> None:
@@ -665,9 +665,9 @@ class Job:
         return any(said)
 
     def _report_failure(self, first: Worker) -> None:
-        alike = self._ended_alike(first)
+        alike = self._workers_with_same_error(first)
         others = [worker for worker in self._failed if worker is not first and worker not in alike]
-        words, others_since = first.err.last_words()
+        words, others_since = first.err.get_failure_output()
         had_last_words = first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM)
         is_last = bool(alike) and not others  # the output above is from these alone
         if others_since and had_last_words and not is_last:
@@ -681,7 +681,7 @@ class Job:
             error = tracebacks.summary(first.error)
             text = f"{_ranks([first, *alike])} failed with the same error: {error}"
         early = [worker for worker in self._workers if worker.exit_code == 0]
-        if early and first.lost_a_peer:
+        if early and first.has_lost_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
         preempted = [worker for worker in others if worker.exit_code == launch_variables.PREEMPTED]
         if preempted:
@@ -692,14 +692,14 @@ class Job:
         stopped = [worker for worker in self._workers if worker.exit_code and worker not in [*self._failed, *alike]]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."
-        text += self._sequel(self)
+        text += self._describe_followup(self)
         if self._log_dir:
             text += f" Its full output: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"
         self._say(text)
 
-    def _ended_alike(self, first: Worker) -> list[Worker]:
+    def _workers_with_same_error(self, first: Worker) -> list[Worker]:
         """Returns the workers that ended with the first failure's error, unless that is the loss of another process."""
-        if first.lost_a_peer or first.exit_code != _RAISED:
+        if first.has_lost_peer or first.exit_code != _RAISED:
             return []
         others = [worker for worker in self._workers if worker is not first and worker.exit_code]
         return [worker for worker in others if tracebacks.is_same(first.error, worker.error)]
@@ -715,7 +715,7 @@ class Job:
         self._outputs.clear()
         deadline: float | None = None
         while max(self._out.num_pending, self._err.num_pending):
-            if self.asked_to_stop and deadline is None:
+            if self.is_stop_requested and deadline is None:
                 deadline = time.monotonic() + _LAST_WRITE_SECONDS
             if deadline is not None and time.monotonic() >= deadline:
                 return

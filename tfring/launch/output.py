@@ -184,7 +184,7 @@ class Stream:
             with contextlib.suppress(OSError):
                 os.close(self.fd)
 
-    def last_words(self) -> tuple[list[bytes], bool]:
+    def get_failure_output(self) -> tuple[list[bytes], bool]:
         """Returns the last traceback, or without one the last lines, and whether other ranks have shown lines since."""
         lines = list(self.lines)
         traceback = tracebacks.last(lines)

@@ -58,7 +58,7 @@ class Restarts:
         if limits.max_restarts and not environ.get(launch_variables.DATA_SEED):
             self._variables[launch_variables.DATA_SEED] = str(secrets.randbelow(10**9))
         self._restart = 0
-        self._goes_on = False
+        self._should_restart = False
         self._failure_before: Any = None
         self._failures_at_once = 0
 
@@ -66,30 +66,30 @@ class Restarts:
         """Runs the jobs. Returns the exit code of the last job, as `Job.run`."""
         delay = 0.0
         while True:
-            self._goes_on = False
+            self._should_restart = False
             variables = {**self._variables, launch_variables.RESTART: str(self._restart)}
             job = self._make_job(
-                self._hosts, variables, restart=self._restart, delay_seconds=delay, sequel=self._sequel
+                self._hosts, variables, restart=self._restart, delay_seconds=delay, sequel=self._describe_followup
             )
             code = job.run(parent_gone)
-            if not self._goes_on or job.asked_to_stop:
+            if not self._should_restart or job.is_stop_requested:
                 return code
             if self._ask is not None and (stop_code := self._wait_for_hosts(parent_gone)) is not None:
                 return stop_code
             self._restart += 1
             delay = min(0.5 * 2**self._failures_at_once, _MAX_DELAY_SECONDS)
 
-    def _sequel(self, job: Job) -> str:
+    def _describe_followup(self, job: Job) -> str:
         """Decides whether there is another try. Returns text for the line that reports the first to fail."""
-        if not self._limits.max_restarts or job.asked_to_stop:
+        if not self._limits.max_restarts or job.is_stop_requested:
             return ""
         first = job.first_to_fail
         if first is None and not self._restart:  # a job that never started has nothing to resume
             return ""
         preempted = first is not None and first.exit_code == launch_variables.PREEMPTED
-        by_itself = first is not None and not preempted and not first.lost_a_peer and (first.exit_code or 0) > 0
+        by_itself = first is not None and not preempted and not first.has_lost_peer and (first.exit_code or 0) > 0
         at_once = by_itself and job.seconds < _AT_ONCE_SECONDS
-        failure = (first.exit_code, first.err.last_words()[0][-1:]) if first is not None and at_once else None
+        failure = (first.exit_code, first.err.get_failure_output()[0][-1:]) if first is not None and at_once else None
         if failure is not None and failure == self._failure_before:
             return " Not restarted: it failed early in the same way before."
         self._failure_before = failure
@@ -99,7 +99,7 @@ class Restarts:
         if self._ask is not None:
             self._hosts = self._hosts_now()
         without = self._leave_out(job.lost_hosts)
-        self._goes_on = True
+        self._should_restart = True
         return (
             f" Restart {self._restart + 1} of {self._limits.max_restarts}: all workers start again{without}, and "
             "training continues from its last tfring.callbacks.Backup, or from the start without one."

@@ -104,9 +104,9 @@ class Exchange:
         order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
         return order, tf.math.invert_permutation(tf.concat(order, 0))
 
-    def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
+    def _return_rows(self, mine: tf.Tensor, ids_per_rank: tf.Tensor) -> tf.Tensor:
         """Sends each rank the rows that it asked for, and receives those that this rank asked for."""
-        back, _ = self._collectives.all_to_all(mine, asked_of_each, name=f"{self._key}/rows")
+        back, _ = self._collectives.all_to_all(mine, ids_per_rank, name=f"{self._key}/rows")
         back.set_shape([None, *mine.shape[1:]])
         return back
 
@@ -158,13 +158,13 @@ class Exchange:
         order, places = self._by_owner(unique)
         # An id that no rank owns is sent to all ranks, so that all raise the same error and none waits.
         asked = [tf.concat([tf.gather(unique, numbers), bad], 0) for numbers in order]
-        asked, asked_of_each = self._collectives.all_to_all(  # (1)
+        asked, ids_per_rank = self._collectives.all_to_all(  # (1)
             tf.concat(asked, 0), tf.stack([tf.size(a, tf.int64) for a in asked]), name=f"{self._key}/ids"
         )
 
-        with tf.control_dependencies(self._check(asked, asked_of_each)):
+        with tf.control_dependencies(self._check(asked, ids_per_rank)):
             mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
-        back = self._back(mine, asked_of_each)  # (3)
+        back = self._return_rows(mine, ids_per_rank)  # (3)
         if running.active is not None and not running.is_whole:  # ids of a padding row get the row of zeros at the end
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
@@ -172,8 +172,8 @@ class Exchange:
         places = tf.gather(places, position)
         return _spread(back, places, lambda gradient: running.zero_if_empty(running.weigh(gradient)))
 
-    def _check(self, told: tf.Tensor, asked_of_each: tf.Tensor | None = None) -> list:
-        """Returns operations that fail if an id without a row was sent; `asked_of_each` counts the ids of each rank."""
+    def _check(self, told: tf.Tensor, ids_per_rank: tf.Tensor | None = None) -> list:
+        """Returns operations that fail if an id without a row was sent; `ids_per_rank` counts the ids of each rank."""
         is_bad = told < 0
 
         def text() -> tf.Tensor:
@@ -183,8 +183,8 @@ class Exchange:
                 for name, count in zip(self._names, self._counts, strict=True)
             ]
             parts = [tf.gather(tf.constant(texts), -1 - told[first]), tf.strings.as_string(told[first + 1])]
-            if asked_of_each is not None:
-                rank = tf.searchsorted(tf.cumsum(asked_of_each), first[None], side="right")[0]
+            if ids_per_rank is not None:
+                rank = tf.searchsorted(tf.cumsum(ids_per_rank), first[None], side="right")[0]
                 parts += [" of rank ", tf.strings.as_string(rank)]
             return tf.strings.join([*parts, ". Map other ids to these, or make the table larger."])
 
@@ -216,8 +216,8 @@ class ColumnExchange(Exchange):
 
     # Parts of rows, each with the columns of one rank, are sent flattened.
 
-    def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
-        return self._joined(super()._back(tf.reshape(mine, [-1]), asked_of_each * mine.shape[1]))
+    def _return_rows(self, mine: tf.Tensor, ids_per_rank: tf.Tensor) -> tf.Tensor:
+        return self._joined(super()._return_rows(tf.reshape(mine, [-1]), ids_per_rank * mine.shape[1]))
 
     def _of_all(self, mine: tf.Tensor, counts: Sequence[tf.Tensor]) -> tf.Tensor:
         counts = [count * width for count, width in zip(counts, self._widths, strict=True)]

@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfring import step
 from tfring._keras import randomness
 from tfring._keras.layers import all_layers
-from tfring._keras.losses import before_division
+from tfring._keras.losses import undivided_loss
 from tfring._keras.metrics import metrics_of
 from tfring._keras.sharding import gradient_is_complete, stages
 from tfring.cross_device_ops import values_of
@@ -104,8 +104,8 @@ class Passes:
         self.number = self.control.rank
         self.stage = staged.stages[self.number]
         self.is_last = self.number == len(staged.stages) - 1
-        self._into = staged.into(self.number)
-        self._out_of = staged.out_of(self.number)
+        self._incoming = staged.into(self.number)
+        self._outgoing = staged.out_of(self.number)
         self._looked_at: set = set()  # (training, has_loss) of the checks for combined rows that are done
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Passes:
         self._refuse_combined_rows(microbatches[0], training=True, has_loss=True)
         weights = self.stage.trainable_weights
         sums = [_Sum(weight) for weight in weights]
-        counted = _Counted()
+        counted = _LossTotal()
         held: dict[int, Held] = {}
         done: list[tf.Tensor] = []
         for task in schedule.tasks[self.number]:
@@ -143,7 +143,7 @@ class Passes:
 
     def test(self, element: Any, num_microbatches: int) -> None:
         """Updates the metrics with a batch."""
-        counted = _Counted()
+        counted = _LossTotal()
         self._forward_only(element, num_microbatches, counted, training=False)
         self._share_metrics(counted)
 
@@ -182,7 +182,7 @@ class Passes:
         replicas = self._ring.num_replicas
         return [Microbatch(number, count, element, rows, replicas) for number in range(count)]
 
-    def _forward_only(self, element: Any, count: int, counted: _Counted | None, training: bool | None) -> list[Held]:
+    def _forward_only(self, element: Any, count: int, counted: _LossTotal | None, training: bool | None) -> list[Held]:
         passed = []
         done: list[tf.Tensor] = []
         microbatches = self._microbatches(element, count)
@@ -205,7 +205,7 @@ class Passes:
         if tf.executing_eagerly() or microbatch.step.parts == 1 or (training, has_loss) in self._looked_at:
             return
         self._looked_at.add((training, has_loss))
-        crossing = _tensors(self._into)
+        crossing = _tensors(self._incoming)
         batch = _Batch(microbatch.x, microbatch.y, microbatch.sample_weight)
         specs = (
             tf.nest.map_structure(spec_of_any_rows, batch, expand_composites=False),
@@ -216,23 +216,24 @@ class Passes:
             batch, received = given
             values = self._inputs(batch.x) | dict(zip(map(id, crossing), received, strict=True))
             values = self.stage(values, training=training)
-            leaving = [*_tensors(self._out_of), *(self._staged.model.outputs if self.is_last and not has_loss else ())]
+            outputs = self._staged.model.outputs if self.is_last and not has_loss else ()
+            leaving = [*_tensors(self._outgoing), *outputs]
             loss = self._loss_of(batch, values, bool(training)) if has_loss else None
             return [values[id(tensor)] for tensor in leaving], loss
 
         refuse_combined_rows(compute, specs, microbatch.step, f"stage {self.number + 1}")
 
-    def _first_pass(self, microbatch: Microbatch, values: dict[int, Any], counted: _Counted) -> Held:
+    def _first_pass(self, microbatch: Microbatch, values: dict[int, Any], counted: _LossTotal) -> Held:
         one = Held(microbatch, values)
         if not self._recompute:
             self._taped(one, counted)
         elif not self.is_last:  # the last stage computes once, at its backward pass
             with randomness.recorded() as one.seeds:
                 computed = self.stage(values, training=True)
-            one.values = {**values, **{id(c.tensor): computed[id(c.tensor)] for c in self._out_of}}
+            one.values = {**values, **{id(c.tensor): computed[id(c.tensor)] for c in self._outgoing}}
         return one
 
-    def _taped(self, one: Held, counted: _Counted) -> None:
+    def _taped(self, one: Held, counted: _LossTotal) -> None:
         one.tape = tf.GradientTape()
         with one.tape:
             one.tape.watch([value for value in self._differentiable(one.values)])
@@ -244,20 +245,20 @@ class Passes:
 
     def _differentiable(self, values: dict[int, Any]) -> list:
         """Returns the tensors that cross into this stage and may have a gradient."""
-        return [values[id(tensor)] for tensor in _tensors(self._into) if values[id(tensor)].dtype.is_floating]
+        return [values[id(tensor)] for tensor in _tensors(self._incoming) if values[id(tensor)].dtype.is_floating]
 
     def _backward(
-        self, one: Held, weights: Sequence[Any], given: dict[int, tf.Tensor], counted: _Counted
+        self, one: Held, weights: Sequence[Any], given: dict[int, tf.Tensor], counted: _LossTotal
     ) -> tuple[list, list]:
         """Returns the gradients of weights (None for a weight without one) and of tensors that enter this stage."""
         if one.tape is None:
-            into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._staged.model.inputs}
+            into = {id(tensor) for tensor in _tensors(self._incoming)} | {id(t) for t in self._staged.model.inputs}
             one.values = {key: value for key, value in one.values.items() if key in into}
             with contextlib.nullcontext() if one.seeds is None else randomness.replayed(one.seeds):
                 self._taped(one, counted)
         assert one.tape is not None
-        targets = [one.values[id(tensor)] for tensor in _tensors(self._out_of) if id(tensor) in given]
-        gradients = [given[id(tensor)] for tensor in _tensors(self._out_of) if id(tensor) in given]
+        targets = [one.values[id(tensor)] for tensor in _tensors(self._outgoing) if id(tensor) in given]
+        gradients = [given[id(tensor)] for tensor in _tensors(self._outgoing) if id(tensor) in given]
         if one.loss is not None:
             targets.append(one.loss)
             gradients.append(tf.ones_like(one.loss) / one.microbatch.enlarged)
@@ -283,20 +284,20 @@ class Passes:
         added = [pipeline._aggregate_additional_loss(loss) for loss in self.stage.losses]
         return tf.add_n([tf.convert_to_tensor(loss) for loss in added]) if added else None
 
-    def _count(self, one: Held, loss: Any, counted: _Counted) -> None:
+    def _count(self, one: Held, loss: Any, counted: _LossTotal) -> None:
         """Updates the metrics and the mean of the loss, without the losses that other stages add."""
         pipeline, batch = self._pipeline, one.microbatch
         if not self.is_last:
             if loss is not None:
-                counted.add(before_division(loss), batch)
+                counted.add(undivided_loss(loss), batch)
             return
         rows = tf.shape(tf.nest.flatten(batch.x)[0])[0]
-        pipeline._loss_tracker.update_state(before_division(loss), sample_weight=rows)
+        pipeline._loss_tracker.update_state(undivided_loss(loss), sample_weight=rows)
         if pipeline._compile_metrics is not None:
             y_pred = self._packed([one.values[id(tensor)] for tensor in self._staged.model.outputs])
             pipeline._compile_metrics.update_state(batch.y, y_pred, batch.sample_weight)
 
-    def _share_metrics(self, counted: _Counted) -> None:
+    def _share_metrics(self, counted: _LossTotal) -> None:
         """Gives all stages the state of all metrics, with one collective per dtype."""
         pipeline = self._pipeline
         owners = {id(m): s.number for s in self._staged.stages for m in _metrics_of_layers(s.parts)}
@@ -336,7 +337,7 @@ class Passes:
             if around is not None:
                 around.written.extend(microbatches[0].step.written)
         elif written:
-            raise stages.written_in_parts(written[0], len(microbatches), recompute)
+            raise stages.repeated_write_error(written[0], len(microbatches), recompute)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class Passes:
     def _received(self, microbatch: Microbatch) -> dict[int, Any]:
         """Returns the values with which a forward pass begins."""
         values = self._inputs(microbatch.x)
-        for crossing in self._into:
+        for crossing in self._incoming:
             values[id(crossing.tensor)] = self.control.receive(
                 crossing.source, *_kind_of(crossing.tensor), name=_name(crossing, microbatch)
             )
@@ -356,20 +357,20 @@ class Passes:
 
     def _outputs(self, one: Held) -> list[tf.Tensor]:
         """Returns the tensors that complete the forward pass."""
-        tensors = [one.values[id(tensor)] for tensor in _tensors(self._out_of)]
+        tensors = [one.values[id(tensor)] for tensor in _tensors(self._outgoing)]
         if self.is_last:
             tensors += [one.values[id(t)] for t in self._staged.model.outputs if id(t) in one.values]
         return tensors if one.loss is None else [*tensors, one.loss]
 
     def _send(self, one: Held) -> None:
-        for crossing in self._out_of:
+        for crossing in self._outgoing:
             value = one.values[id(crossing.tensor)]
             self.control.send(value, crossing.to, name=_name(crossing, one.microbatch))
 
     def _received_gradients(self, one: Held) -> dict[int, tf.Tensor]:
         """Receives the gradients of each tensor, by its id, summed over all stages that use it."""
         found: dict[int, tf.Tensor] = {}
-        for crossing in _backwards(self._out_of):
+        for crossing in _backwards(self._outgoing):
             value = one.values[id(crossing.tensor)]
             if value.dtype.is_floating:
                 name = _name(crossing, one.microbatch)
@@ -379,9 +380,9 @@ class Passes:
         return found
 
     def _send_gradients(self, one: Held, back: Sequence[tf.Tensor]) -> None:
-        tensors = [tensor for tensor in _tensors(self._into) if one.values[id(tensor)].dtype.is_floating]
+        tensors = [tensor for tensor in _tensors(self._incoming) if one.values[id(tensor)].dtype.is_floating]
         gradients = dict(zip(map(id, tensors), back, strict=True))
-        for crossing in _backwards(self._into):
+        for crossing in _backwards(self._incoming):
             if id(crossing.tensor) in gradients:
                 name = f"gradient of {_name(crossing, one.microbatch)}"
                 self.gradients.send(gradients[id(crossing.tensor)], crossing.source, name=name)
@@ -425,7 +426,7 @@ class _Sum:
         return stages.no_gradient(self._variable) if self._total is None else self._total
 
 
-class _Counted:
+class _LossTotal:
     """The sum of the losses that this stage's layers add, times the rows."""
 
     def __init__(self) -> None:

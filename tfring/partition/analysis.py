@@ -38,14 +38,14 @@ from tfring.partition.types import (
     Shard,
     Unplaced,
     Value,
-    has_numbers,
+    has_row_counts,
     is_drawn,
     is_partial,
     is_replicated,
     is_sharded,
     kept_rows,
     own_rows,
-    rows_in,
+    row_symbol,
 )
 
 
@@ -122,8 +122,8 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
     Raises:
       DifferentReplicasError: If replicas of this process did not trace the same operations.
     """
-    marked = needed_for(graph, marks.expected)
-    needed = marked | needed_for(graph, Definitions().is_stateful)
+    marked = dependency_names(graph, marks.expected)
+    needed = marked | dependency_names(graph, Definitions().is_stateful)
     twins = Twins(graph, needed)
     levels: dict[_Key, int] = {}
     written_alike: set[Any] = set()
@@ -134,17 +134,18 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
             held = "copies" if value.handle is None else holds(tensor)
             if held == "parts":
                 walk.contents[value.handle] = Value(None, Partial())
-                walk.in_parts.add(value.handle)
+                walk.part_handles.add(value.handle)
             elif held == "values" or value.handle in written_alike:
                 walk.written_alike.add(value.handle)
         values = walk.graph(graph, ins)
         if walk.read_in_bodies - written_alike:  # walks again, because inputs are not converted in bodies
             written_alike |= walk.read_in_bodies
             continue
-        edits, levels = _of_all_replicas(walk, twins.count)
+        edits, levels = _group_twin_edits(walk, twins.count)
         if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
             findings = list(dict.fromkeys(walk.findings))
-            written = [walk.contents[key] for key in walk.contents.keys() - walk.in_parts if not isinstance(key, str)]
+            keys = walk.contents.keys() - walk.part_handles
+            written = [walk.contents[key] for key in keys if not isinstance(key, str)]
             is_alike = all(is_replicated(value) or is_sharded(value) for value in written)
             return Analysis(findings, list(edits.values()), values, walk.sources, walk.levels, not is_alike)
     raise DifferentReplicasError("an operation of one replica waits for one of another")
@@ -153,7 +154,7 @@ def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -
 _MOST_WALKS = 8  # levels of twins differ if TensorFlow orders operations of replicas, such as printing
 
 
-def _of_all_replicas(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...]], dict[_Key, int]]:
+def _group_twin_edits(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...]], dict[_Key, int]]:
     """Returns the edits of a walk, grouped by twins, and the level at which all edits of a group can be made."""
     found: dict[_Key, list[Edit]] = {}
     for edit, key in zip(walk.edits, walk.keys(), strict=True):
@@ -190,7 +191,7 @@ class Walk:
     ) -> None:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
-        self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
+        self.part_handles: set[Any] = set()  # handles of variables of which replicas hold parts
         self.written_alike: set[Any] = set()  # of variables that are written with the value of one process
         self.updated: set[Any] = set()  # of variables that tfring's own operations read or write
         self.read_in_bodies: set[Any] = set()  # of variables that bodies read, but that are not written alike
@@ -208,7 +209,7 @@ class Walk:
         self._bodies: dict = {}
         self._definitions = Definitions()
         self._positions: dict[Any, dict[str, int]] = {}  # in bodies, of operations by their names
-        self._put_together: dict[Any, str] = {}  # symbols, by the concatenated sizes or the mask that they come from
+        self._row_symbols: dict[Any, str] = {}  # symbols, by the concatenated sizes or the mask that they come from
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +337,7 @@ class Walk:
         if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and is not declared
             if not is_own and not _is_linear_in_own(op, ins, of_own, self.rows):
                 return self._unplaced(op, ins, Unplaced(op))  # gradients that the step changes
-            return [self._of_own(op, tensor) for tensor in op.outputs]
+            return [self._own_result_value(op, tensor) for tensor in op.outputs]
         if any(map(_is_replica_id, op.outputs)):
             return [Value((), const=np.array(0))]
         for i, tensor in enumerate(op.inputs):
@@ -344,38 +345,38 @@ class Walk:
                 self._edit(op, i, ins[i], conversions.Numbers(()))  # the id in one process
         if op.type in _COLLECTIVES:
             self.findings.append(Finding("replicas", op, "what replicas exchange"))
-        of_shape = constants.of_shape(op, ins)
-        if of_shape is not None and not any(map(self._has_all_rows, ins)):
-            return [Value(numbers.shape, const=numbers) for numbers in of_shape]
-        of_itself = constants.of_itself(op)
-        if of_itself is not None:
-            return [Value(numbers.shape, const=numbers) for numbers in of_itself]
+        folded_shape = constants.folded_shape(op, ins)
+        if folded_shape is not None and not any(map(self._has_all_rows, ins)):
+            return [Value(numbers.shape, const=numbers) for numbers in folded_shape]
+        folded_self_comparison = constants.folded_self_comparison(op)
+        if folded_self_comparison is not None:
+            return [Value(numbers.shape, const=numbers) for numbers in folded_self_comparison]
         unplaced = next((value.placement for value in ins if isinstance(value.placement, Unplaced)), None)
         if unplaced is not None and op.type not in _WITH_BODIES:
             return self._unplaced(op, ins, unplaced)
-        if of_shape is not None:
-            return [self._size_of_any(value, numbers) for value, numbers in zip(ins, of_shape, strict=True)]
+        if folded_shape is not None:
+            return [self._size_of_any(value, numbers) for value, numbers in zip(ins, folded_shape, strict=True)]
         if any(map(is_drawn, ins)):
-            values = self._of_drawn(op, ins)
+            values = self._values_from_drawn(op, ins)
             if values is not None:
                 return values
-            ins = self._drawn_once(op, ins)
+            ins = self._convert_drawn_inputs(op, ins)
             unplaced = next((value.placement for value in ins if isinstance(value.placement, Unplaced)), None)
             if unplaced is not None:
                 return self._unplaced(op, ins, unplaced)
         ins = self._with_totals(op, ins, [value.is_total is None for value in ins])
-        computed = constants.of_operation(op, ins, self.rows)
+        computed = constants.folded_integers(op, ins, self.rows)
         if computed is not None:
             has_total = any(value.is_total for value in ins)
-            self._with_totals(op, ins, [has_total and has_numbers(value, self.rows) for value in ins])
+            self._with_totals(op, ins, [has_total and has_row_counts(value, self.rows) for value in ins])
             return [Value(numbers.shape, const=numbers, is_total=has_total) for numbers in computed]
         before = self._state()
         values = self._placed(op, ins)
         contents = before[0] if _may_write(op, ins) else None
-        why = self._why_unplaced(values, contents)
+        why = self._first_unplaced(values, contents)
         is_to_convert = not self._depth and op.name in self._needed
         if is_to_convert and op.type in _WITH_BODIES and (why is not None or self.findings != before[1]):
-            held = {value.handle for value in ins} & before[0].keys() - self.in_parts
+            held = {value.handle for value in ins} & before[0].keys() - self.part_handles
             self.read_in_bodies |= {handle for handle in held if not _is_same(before[0][handle])}
         if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
             return values
@@ -388,7 +389,7 @@ class Walk:
             self._restore(before)
             given = [conversions.converted(v, found[i]) if i in found else v for i, v in enumerate(ins)]
             values_of_given = self._placed(op, given)
-            if self._why_unplaced(values_of_given, contents) is None and self.findings == before[1]:
+            if self._first_unplaced(values_of_given, contents) is None and self.findings == before[1]:
                 for i, conversion in found.items():
                     self._edit(op, i, ins[i], conversion)
                 return values_of_given
@@ -403,7 +404,7 @@ class Walk:
         if op.type == "ReadVariableOp":
             content = self.contents.get(ins[0].handle)
             [value] = values
-            is_held = True if ins[0].handle in self.in_parts else value.is_held
+            is_held = True if ins[0].handle in self.part_handles else value.is_held
             return [dataclasses.replace(value, is_held=is_held, adds_to=content)] if is_partial(value) else values
         if op.type in _WITH_BODIES or not any(is_partial(value) and value.is_held is not False for value in ins):
             return values
@@ -436,12 +437,12 @@ class Walk:
             return values
         return [dataclasses.replace(v, none_of=next(iter(rows))) if v.placement == Partial() else v for v in values]
 
-    def _of_own(self, op: Any, tensor: Any) -> Value:
+    def _own_result_value(self, op: Any, tensor: Any) -> Value:
         if tensor.dtype.name == "resource":
             return self.input(tensor)
         return self._unplaced(op, [], Unplaced(op, "own"))[tensor.value_index]
 
-    def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
+    def _values_from_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
         """Returns results that may be computed from numbers that replicas draw; None if all need the same numbers.
 
         Results that are computed from drawn numbers count as drawn.
@@ -453,7 +454,7 @@ class Walk:
         if op.type == "AssignVariableOp" and ins[0].handle in self.written_alike:
             return None
         given = once if op.type == "AssignVariableOp" else [*once, *held]
-        if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in given):
+        if not all(is_replicated(v) and v.scale == UNSCALED and not has_row_counts(v, self.rows) for v in given):
             return None
         before = dict(self.contents)
         values = self._placed(op, once)
@@ -465,7 +466,7 @@ class Walk:
     def _as_drawn(self, value: Value) -> Value:
         return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) else value
 
-    def _drawn_once(self, op: Any, ins: Sequence[Value]) -> list[Value]:
+    def _convert_drawn_inputs(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         """Returns inputs converted to the numbers that the first replica has drawn, or to the rows of own numbers."""
         given = list(ins)
         for i, value in enumerate(ins):
@@ -479,7 +480,7 @@ class Walk:
 
     def _rows_of_drawn(self, op: Any, value: Value) -> conversions.Conversion | None:
         """Returns the conversion to this replica's rows, if it has drawn independent numbers for all rows."""
-        axes = [axis for axis, size in enumerate(value.shape or ()) if rows_in(size, self.rows)]
+        axes = [axis for axis, size in enumerate(value.shape or ()) if row_symbol(size, self.rows)]
         is_one = self._twins.count == 1 and len(axes) == 1
         return conversions.Own(axes[0]) if is_one and _draws_each_number(op) else None
 
@@ -529,7 +530,7 @@ class Walk:
             self._positions[op.graph] = {each.name: i for i, each in enumerate(op.graph.get_operations())}
         return f"{self._scope}/{self._positions[op.graph][op.name]}"
 
-    def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value] | None = None) -> Unplaced | None:
+    def _first_unplaced(self, values: Sequence[Value], before: dict[Any, Value] | None = None) -> Unplaced | None:
         """Returns why a value is not placed, or the new content of a variable; None if all are placed."""
         placements = [value.placement for value in values]
         if before is not None:
@@ -544,9 +545,9 @@ class Walk:
         except NoRule:
             return self._unplaced(op, ins, Unplaced(op))
         checked = [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
-        is_same = all(_is_same(v) and v.handle is None and not has_numbers(v, self.rows) for v in ins)
+        is_same = all(_is_same(v) and v.handle is None and not has_row_counts(v, self.rows) for v in ins)
         is_function = is_same and not self._definitions.is_stateful(op) and op.type not in _WITH_BODIES
-        if is_function and self._why_unplaced(checked) is not None:
+        if is_function and self._first_unplaced(checked) is not None:
             return [Value(self.shape(tensor)) for tensor in op.outputs]  # the rule derived another shape
         return checked
 
@@ -557,7 +558,7 @@ class Walk:
         if value.shape is None:
             return False
         own = value.placement.axis if isinstance(value.placement, Shard) else None
-        return any(rows_in_any(size, self.rows) for axis, size in enumerate(value.shape) if axis != own)
+        return any(has_row_symbol(size, self.rows) for axis, size in enumerate(value.shape) if axis != own)
 
     def _size_of_any(self, value: Value, numbers: Any) -> Value:
         """Returns the sizes of a value, possibly of all rows, or of both all rows and a replica's own."""
@@ -580,7 +581,7 @@ class Walk:
             value = ins[i] if i < len(ins) else None
             if value is None or value.const is None:
                 continue
-            of_rows = [j for j, size in enumerate(np.ravel(value.const)) if rows_in_any(size, self.rows)]
+            of_rows = [j for j, size in enumerate(np.ravel(value.const)) if has_row_symbol(size, self.rows)]
             if not of_rows:
                 continue
             own = self._own_sizes(op, ins, result, i)
@@ -615,7 +616,7 @@ class Walk:
             for i, (value, argument) in enumerate(zip(ins, arguments, strict=True)):
                 if argument in _NUMBERS and value.const is None and not _is_same(value):
                     raise NoRule
-                if argument in _VALUES and i not in sizes and has_numbers(value, self.rows):
+                if argument in _VALUES and i not in sizes and has_row_counts(value, self.rows):
                     raise NoRule
         if rule is not None:
             try:
@@ -623,7 +624,7 @@ class Walk:
             except NoRule:
                 if any(value.handle is not None for value in ins) or op.type in _WITH_BODIES:
                     raise
-        if any(value.is_empty or value.points_into is not None for value in ins) or any(map(is_sharded, ins)):
+        if any(value.is_empty or value.indexed_rows is not None for value in ins) or any(map(is_sharded, ins)):
             raise NoRule
         held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
         if not all(is_replicated(content) and content.scale == UNSCALED for content in held):
@@ -701,7 +702,7 @@ class Walk:
             fits = False
         if what == "added":
             fits = like is not None and like.adds_to is not None and value.adds_to is like.adds_to
-        fits = fits and value.points_into is None
+        fits = fits and value.indexed_rows is None
         if what == "ids of gradients" and like is not None:
             fits = fits and _are_rows_of(value, like)
         elif what in ("rows of gradients", "ids of gradients"):
@@ -740,7 +741,7 @@ class Walk:
         """Returns a symbol for rows that an operation makes. The same `of` gives the same symbol."""
         name = f"rows:{self.label(op)}"
         if of is not None and (self._depth or op.name in self._needed):  # others share no names with twins
-            name = self._put_together.setdefault(of, name)
+            name = self._row_symbols.setdefault(of, name)
         self.rows.add(name)
         return name
 
@@ -763,7 +764,7 @@ def _is_linear_in_own(op: Any, ins: Sequence[Value], of_own: Sequence[bool], row
         return of_own[0]
     others = [value for value, is_one in zip(ins, of_own, strict=True) if not is_one]
     is_product = sum(of_own) == 1 and (op.type == "Mul" or (op.type == "RealDiv" and of_own[0]))
-    return is_product and all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, rows) for v in others)
+    return is_product and all(is_replicated(v) and v.scale == UNSCALED and not has_row_counts(v, rows) for v in others)
 
 
 def _are_axes_of_gradient(axes: Any) -> bool:
@@ -831,7 +832,7 @@ def _is_same(value: Value) -> bool:
     """Returns True if all replicas hold the value of one process, or the value is Unplaced (with its reason)."""
     if isinstance(value.placement, Unplaced):
         return True
-    return is_replicated(value) and value.scale == UNSCALED and value.points_into is None
+    return is_replicated(value) and value.scale == UNSCALED and value.indexed_rows is None
 
 
 # Operations of `tf.random.normal`, `tf.nn.dropout` and similar functions on drawn numbers.
@@ -863,7 +864,7 @@ def _depends_on(value: Value, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in names)
 
 
-def needed_for(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
+def dependency_names(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
     """Returns the names of operations of a kind, and of all operations they are computed from."""
     todo = [op for op in graph.get_operations() if is_end(op)]
     found = {op.name for op in todo}
@@ -897,7 +898,7 @@ _COLLECTIVES = tuple(
 )
 
 
-def rows_in_any(size: Size, rows: set[str]) -> bool:
+def has_row_symbol(size: Size, rows: set[str]) -> bool:
     """Returns True if a size depends on rows."""
     return any(name in rows for name in dims.symbols(size))
 

@@ -36,7 +36,7 @@ _BINARY: dict[str, Callable[[Size, Size], Size]] = {
 _FOLDED: dict[str, Callable] = {"Prod": dims.product, "Sum": dims.total}
 
 
-def of_shape(op: Any, ins: Sequence[Value]) -> list[Any] | None:
+def folded_shape(op: Any, ins: Sequence[Value]) -> list[Any] | None:
     """Returns an array for each output of Shape, ShapeN, Size or Rank; None for other operations or unknown shapes."""
     if op.type not in ("Shape", "ShapeN", "Size", "Rank") or any(value.shape is None for value in ins):
         return None
@@ -48,7 +48,7 @@ def of_shape(op: Any, ins: Sequence[Value]) -> list[Any] | None:
     return [array(list(value.shape or ())) for value in ins]
 
 
-def of_itself(op: Any) -> list[Any] | None:
+def folded_self_comparison(op: Any) -> list[Any] | None:
     """Returns the result of comparing a number with itself, as `tf.recompute_grad` does; otherwise None."""
     if op.type not in ("Equal", "NotEqual") or op.inputs[0] is not op.inputs[1] or op.inputs[0].dtype.is_floating:
         return None
@@ -58,7 +58,7 @@ def of_itself(op: Any) -> list[Any] | None:
     return [np.full(shape.as_list(), int(op.type == "Equal"), object)]
 
 
-def of_constant(op: Any) -> Any:
+def const_integers(op: Any) -> Any:
     """Returns the numbers of a Const if they are few integers; otherwise None."""
     tensor = op.outputs[0]
     count = tensor.shape.num_elements()
@@ -72,7 +72,7 @@ def of_constant(op: Any) -> Any:
     return array([int(number) for number in numbers.ravel()]).reshape(numbers.shape)
 
 
-def of_operation(op: Any, ins: Sequence[Value], rows: set[str]) -> list[Any] | None:
+def folded_integers(op: Any, ins: Sequence[Value], rows: set[str]) -> list[Any] | None:
     """Returns the integers that an operation computes from known ones, an array for each output; None if not known.
 
     Args:

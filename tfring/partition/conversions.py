@@ -2,7 +2,7 @@
 
 | conversion | a replica gets | from | costs |
 |---|---|---|---|
-| Unscaled | its rows or its part, with scale 1 | rows, a part | a product |
+| Rescaled | its rows or its part, with scale 1 | rows, a part | a product |
 | Counted | a part; zeros without rows of the batch | a part; a number of rows | nothing |
 | First | a part: the tensor on the first replica, zeros on others | the same on all; any | nothing; the cost of Full |
 | FirstRows | the tensor on the first replica, none of its rows on others | the same on all replicas | nothing |
@@ -30,17 +30,17 @@ from tfring.partition.types import (
     Shard,
     Unplaced,
     Value,
-    has_numbers,
+    has_row_counts,
     is_drawn,
     is_partial,
     is_replicated,
     is_sharded,
-    rows_in,
+    row_symbol,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Unscaled:
+class Rescaled:
     """Rows or a part, multiplied by shares of rows.
 
     Attributes:
@@ -103,7 +103,7 @@ class Full:
     """The tensor of one process."""
 
 
-Conversion = Unscaled | Counted | First | FirstRows | Offset | Numbers | Own | Full
+Conversion = Rescaled | Counted | First | FirstRows | Offset | Numbers | Own | Full
 
 _FULL = Full()
 
@@ -124,26 +124,26 @@ def waits(value: Value, conversion: Conversion) -> bool:
 def symbols_of(value: Value, conversion: Conversion) -> list[str]:
     """Returns the symbols that a conversion needs the values of."""
     found = [name for name, _ in value.scale]
-    if isinstance(conversion, Unscaled):
+    if isinstance(conversion, Rescaled):
         found += [name for name, _ in conversion.scale]
     if isinstance(conversion, Counted):
         return found
     sizes = list(np.ravel(value.const)) if value.const is not None else []
-    if value.points_into is not None:
-        sizes.append(value.points_into)
+    if value.indexed_rows is not None:
+        sizes.append(value.indexed_rows)
     if isinstance(conversion, Own) and value.shape is not None:
         sizes.append(value.shape[conversion.axis])
     return found + [name for size in sizes for name in symbols(size)]
 
 
 def _is_whole(value: Value) -> bool:
-    return is_replicated(value) and value.scale == UNSCALED and not value.points_into
+    return is_replicated(value) and value.scale == UNSCALED and not value.indexed_rows
 
 
 def converted(value: Value, conversion: Conversion) -> Value:
     """Returns a value after a conversion."""
     match conversion:
-        case Unscaled(scale):
+        case Rescaled(scale):
             return dataclasses.replace(value, scale=scale)
         case Counted():
             return Value(value.shape, Partial(), is_zero=value.is_zero, is_held=True)
@@ -152,7 +152,7 @@ def converted(value: Value, conversion: Conversion) -> Value:
         case FirstRows():
             return dataclasses.replace(value, shape=None, placement=Shard(0), const=None)
         case Offset():
-            return dataclasses.replace(value, points_into=None, is_uniform=False)
+            return dataclasses.replace(value, indexed_rows=None, is_uniform=False)
         case Numbers(own):
             return dataclasses.replace(value, is_total=not own)
         case Own(axis):
@@ -177,9 +177,9 @@ def _is_possible(value: Value, conversion: Conversion) -> bool:
     if not is_sharded(value):
         return True
     assert isinstance(value.placement, Shard)
-    if value.points_into == "?":
+    if value.indexed_rows == "?":
         return False
-    return isinstance(value.placement.blocks, int) or isinstance(conversion, (Unscaled, Offset, Numbers))
+    return isinstance(value.placement.blocks, int) or isinstance(conversion, (Rescaled, Offset, Numbers))
 
 
 def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
@@ -204,12 +204,12 @@ def _candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) ->
     local: dict[int, Conversion] = {}
     scaled: dict[int, Conversion] = {}  # those that all replicas hold
     for i, value in given:
-        if value.points_into is not None:
+        if value.indexed_rows is not None:
             local[i] = Offset()
-        elif has_numbers(value, rows):
+        elif has_row_counts(value, rows):
             scaled[i] = _FULL
         elif value.const is None and value.scale != UNSCALED and not value.is_zero:
-            (scaled if is_replicated(value) else local)[i] = Unscaled() if not is_replicated(value) else _FULL
+            (scaled if is_replicated(value) else local)[i] = Rescaled() if not is_replicated(value) else _FULL
     normal = {**local, **scaled}
     yield local
     yield normal
@@ -237,7 +237,7 @@ def _candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) ->
         yield full_parts
         for i in reversed(sharded):
             yield {**full_parts, i: _FULL}
-    yield {i: _FULL for i, value in given if not _is_whole(value) or has_numbers(value, rows)}
+    yield {i: _FULL for i, value in given if not _is_whole(value) or has_row_counts(value, rows)}
 
 
 def added_to_held(value: Value, rows: set[str]) -> Conversion:
@@ -257,14 +257,14 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
         value = values[i]
         assert isinstance(value.placement, Shard)
         if value.shape is not None:
-            symbols.add(rows_in(value.shape[value.placement.axis], rows))
+            symbols.add(row_symbol(value.shape[value.placement.axis], rows))
     for wanted in (symbols - {None}, rows):  # the same rows, then any rows, such as those that a mask keeps
         found: dict[int, list[int]] = {}
         for i, value in given:
             if i in sharded or value.shape is None or value.const is not None:
                 continue
             if isinstance(value.placement, (Replicate, Partial)):
-                axes = [axis for axis, size in enumerate(value.shape) if rows_in(size, rows) in wanted]
+                axes = [axis for axis, size in enumerate(value.shape) if row_symbol(size, rows) in wanted]
                 if axes:
                     found[i] = axes
         if found:
@@ -292,13 +292,13 @@ def towards(
     """
     if not can_convert(value):
         return None
-    found = _towards(value, what, rows, is_integer, like)
+    found = _conversions_for_mark(value, what, rows, is_integer, like)
     return found if found and _is_possible(value, found[0]) else None
 
 
-def _towards_ids(value: Value, has_rows: bool, values: Value | None) -> list[Conversion] | None:
+def _conversions_for_ids(value: Value, has_rows: bool, values: Value | None) -> list[Conversion] | None:
     """Returns the conversions after which a replica has the ids of its rows of gradients."""
-    if value.points_into is not None and (values is None or value.placement == values.placement):
+    if value.indexed_rows is not None and (values is None or value.placement == values.placement):
         return [Offset()]
     if values is None:
         return [Own(0)] if has_rows and not is_sharded(value) else [_FULL]
@@ -308,12 +308,12 @@ def _towards_ids(value: Value, has_rows: bool, values: Value | None) -> list[Con
     return [*whole, Own(0)] if has_rows and values.placement == Shard(0) else None
 
 
-def _towards(
+def _conversions_for_mark(
     value: Value, what: str, rows: set[str], is_integer: bool, like: Value | None
 ) -> list[Conversion] | None:
-    axis = 0 if value.shape and rows_in(value.shape[0], rows) else None
+    axis = 0 if value.shape and row_symbol(value.shape[0], rows) else None
     if what == "ids of gradients":
-        return _towards_ids(value, axis is not None, like)
+        return _conversions_for_ids(value, axis is not None, like)
     if what == "concatenated":
         rows_of_own = towards(value, "rows", rows, is_integer)
         return rows_of_own or ([FirstRows()] if _is_whole(value) else [_FULL, FirstRows()])
@@ -323,16 +323,16 @@ def _towards(
             is_first = value.placement == Shard(0) or what == "rows of gradients"
             if not is_first:
                 return None
-            return [Offset()] if value.points_into is not None else [Unscaled(scale)]
+            return [Offset()] if value.indexed_rows is not None else [Rescaled(scale)]
         if axis is not None:
-            return [Own(0), *([Unscaled(scale)] if scale else [])]
+            return [Own(0), *([Rescaled(scale)] if scale else [])]
         if what != "rows of gradients":
             return None
-        return [Unscaled(scale)] if value.placement == Partial() else [_FULL]
+        return [Rescaled(scale)] if value.placement == Partial() else [_FULL]
     if is_sharded(value):
         return [_FULL] if what == "same" else None
     if what == "mean" and value.placement == Partial() and not is_integer and value.is_held is False:
-        return [Unscaled(PER_MEAN)]
+        return [Rescaled(PER_MEAN)]
     if what == "sum":
         return None if value.is_held else [added_to_held(value, rows)]
     return [_FULL]

@@ -26,7 +26,7 @@ from tfring.partition.conversions import (
     Numbers,
     Offset,
     Own,
-    Unscaled,
+    Rescaled,
     needs_collective,
     symbols_of,
 )
@@ -332,7 +332,7 @@ class _Replica:
         """Returns rows along the first axis, with rows of blocks adjacent; no rows for a replica without rows."""
         assert isinstance(value.placement, Shard)
         axis, blocks = value.placement
-        if value.points_into is not None:
+        if value.indexed_rows is not None:
             tensor = self._offset(tensor, value)
         tensor = self._scaled(tensor, value.scale)
         if axis or blocks != 1:
@@ -359,7 +359,7 @@ class _Replica:
 
     def _converted(self, tensor: tf.Tensor, value: Value, conversion: Conversion) -> tf.Tensor:
         match conversion:
-            case Unscaled(scale):
+            case Rescaled(scale):
                 return self._scaled(tensor, times(value.scale, scale, -1))
             case Counted():
                 return self.part(tensor, value, "sum")
@@ -383,8 +383,8 @@ class _Replica:
         return self._made.get((tensor.name, "full"), tensor)
 
     def _offset(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
-        [rows] = [name for name in dims.symbols(value.points_into) if name in self.counts]
-        rest = dims.divide(value.points_into, dims.symbol(rows))
+        [rows] = [name for name in dims.symbols(value.indexed_rows) if name in self.counts]
+        rest = dims.divide(value.indexed_rows, dims.symbol(rows))
         offset = self._first_row(rows) * self._number(rest, is_own=False)
         return tensor + tf.cast(offset, tensor.dtype)
 

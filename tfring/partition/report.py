@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfring.partition.analysis import Analysis, Finding, needed_for, root
+from tfring.partition.analysis import Analysis, Finding, dependency_names, root
 from tfring.partition.conversions import Full
 from tfring.partition.marks import expected
 from tfring.partition.rules import RULES
@@ -95,7 +95,7 @@ def combined_rows(analysis: Analysis) -> tuple[str, str]:
       A tuple of two texts, empty if there are no such operations. Operations that may combine rows have no rule.
     """
     ops = [edit.op for edit, *_ in analysis.edits if not is_drawn(edit.value)]
-    marked = needed_for(ops[0].graph, expected) if ops else ()
+    marked = dependency_names(ops[0].graph, expected) if ops else ()
     combine = [*(finding.op for finding in analysis.findings), *(root(op) for op in ops if op.name in marked)]
     do, may = ({_line(op): op.type for op in combine if (op.type in RULES) is has_rule} for has_rule in (True, False))
     return "" if may else _listed(do), _listed(may)  # results of operations that may combine rows are not known

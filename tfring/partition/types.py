@@ -114,7 +114,7 @@ class Value:
       const: The integers in it, an array of sizes, if they are known. Numbers of rows are this replica's, unless
         `is_total`.
       is_total: Whether numbers of rows in `const` are those of the whole batch; None if some are.
-      points_into: If it holds numbers of rows, counted from this replica's first row: the number of these rows, "?" if
+      indexed_rows: If it holds numbers of rows, counted from this replica's first row: the number of these rows, "?" if
         it is not known.
       is_held: Whether a part belongs to a value that replicas hold in parts, such as the state of a metric, of which a
         replica without rows of the batch has a part as well. None for such a part combined with one of the batch, in a
@@ -133,7 +133,7 @@ class Value:
     placement: Placement = _REPLICATE
     scale: Scale = UNSCALED
     const: Any = None
-    points_into: Any = None
+    indexed_rows: Any = None
     none_of: str | None = None
     is_zero: bool = False
     is_uniform: bool = False
@@ -187,7 +187,7 @@ def is_replicated(value: Value) -> bool:
     return isinstance(value.placement, Replicate)
 
 
-def has_numbers(value: Value, rows: set[str]) -> bool:
+def has_row_counts(value: Value, rows: set[str]) -> bool:
     """Returns True if a value holds numbers of a replica's rows."""
     if value.const is None or value.is_total:
         return False
@@ -208,10 +208,10 @@ def own_rows(value: Value, rows: set[str]) -> str | None:
     """Returns the symbol of the rows of a value that a replica holds; None if it does not hold rows."""
     if not isinstance(value.placement, Shard) or value.shape is None:
         return None
-    return rows_in(value.shape[value.placement.axis], rows)
+    return row_symbol(value.shape[value.placement.axis], rows)
 
 
-def rows_in(size: Size, rows: set[str]) -> str | None:
+def row_symbol(size: Size, rows: set[str]) -> str | None:
     """Returns the symbol of rows in a size with exactly one such factor; otherwise None."""
     if not isinstance(size, Dim):
         return None

@@ -127,7 +127,7 @@ def read(folder: pathlib.Path) -> Run:
     world_size, num_servers = head["world_size"], head.get("num_servers", 0)
     missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks["rank"]})
     return Run(
-        _waiting_for_the_last(ranks["rank"], missing),
+        _correct_waits(ranks["rank"], missing),
         missing,
         ranks["server"],
         sorted(set(range(num_servers)) - {server.rank for server in ranks["server"]}),
@@ -206,7 +206,7 @@ def _between(clocks: list[tuple[int, int]], at: int) -> float:
 _SYNCHRONOUS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")  # end only after all ranks began
 
 
-def _waiting_for_the_last(ranks: list[Rank], missing: list[int]) -> list[Rank]:
+def _correct_waits(ranks: list[Rank], missing: list[int]) -> list[Rank]:
     """Returns the ranks with the waiting that a rank itself cannot see.
 
     In a ring a rank receives only from the previous one, which may be on time and have nothing to pass on yet. If the

@@ -48,7 +48,7 @@ def document(run: Run) -> dict[str, Any]:
 
 def _of_server(run: Run, server: Rank) -> dict[str, Any]:
     """Returns the requests as a server sees them, without those of steps in which a graph was built."""
-    graphs = {rank.rank: _building(rank) for rank in run.ranks}
+    graphs = {rank.rank: _graph_build_intervals(rank) for rank in run.ranks}
     counted = [r for r in server.requests if not any(a <= r.begin < b for a, b in graphs.get(r.other, []))]
     return {"host": server.host, "requests": _by_kind(counted)}
 
@@ -57,14 +57,14 @@ def _of_workers(run: Run) -> dict[str, dict[str, Any]]:
     """Returns the requests to each server as workers see them, over all workers."""
     counted: dict[int, list[Request]] = {server: [] for server in range(run.num_servers)}
     for rank in run.ranks:
-        graphs = _building(rank)
+        graphs = _graph_build_intervals(rank)
         for request in rank.requests:
             if not any(begin <= request.begin < end for begin, end in graphs):
                 counted[request.other].append(request)
     return {str(server): _by_kind(requests) for server, requests in counted.items()}
 
 
-def _building(rank: Rank) -> list[tuple[int, int]]:
+def _graph_build_intervals(rank: Rank) -> list[tuple[int, int]]:
     return [(step.begin, step.end) for step in rank.steps if step.built]
 
 

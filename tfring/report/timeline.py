@@ -84,11 +84,11 @@ Span(begin=6, end=9, category='server', whom=1), Span(begin=9, end=10, category=
     return [span for span in cut if span.end > span.begin]
 
 
-def last_ones(requests: list[Request]) -> list[Request]:
+def last_overlapping_requests(requests: list[Request]) -> list[Request]:
     """Returns the last request to end of each group of requests to several servers that overlap in time.
 
     >>> make = lambda begin, end: Request(begin, end, 0, "push", 0, 0, 0, -1, 0, 0, 0)
-    >>> [(r.begin, r.end) for r in last_ones([make(0, 4), make(1, 9), make(2, 5), make(10, 11)])]
+    >>> [(r.begin, r.end) for r in last_overlapping_requests([make(0, 4), make(1, 9), make(2, 5), make(10, 11)])]
     [(1, 9), (10, 11)]
     """
     found: list[Request] = []
@@ -106,7 +106,7 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
     begins_of_waits = [span.begin for span in waits]
     begins_of_calls = [call.begin for call in rank.calls]
     times_of_marks = [mark.at for mark in rank.marks]
-    requests = last_ones(rank.requests)
+    requests = last_overlapping_requests(rank.requests)
     begins_of_requests = [request.begin for request in requests]
     for number, step in enumerate(rank.steps):
         following = rank.steps[number + 1] if number + 1 < len(rank.steps) else None

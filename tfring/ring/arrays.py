@@ -85,7 +85,7 @@ def exchange(
     numbers = _counts(communicator, values, counts, many) if splits else None
     call, tensors = _prepare(kind, name or kind, values, [None] * len(values), root=root)
     rows = _Rows(values, communicator.world_size)
-    _run_asking(communicator, call, tensors, len(values), rows, numbers)
+    _run_with_allocator(communicator, call, tensors, len(values), rows, numbers)
     return rows.results if many else rows.results[0], rows.received.T.copy()
 
 
@@ -132,7 +132,7 @@ def all_reduce_rows(communicator: Any, values: Any, indices: Any, *, reduction: 
     inputs, way = [*values, *indices], library.row_sums_number(reduction)
     call, tensors = _prepare("all_reduce_rows", name, inputs, [None] * len(inputs), way=way)
     rows = _Rows(inputs, communicator.world_size)
-    _run_asking(communicator, call, tensors, len(inputs), rows)
+    _run_with_allocator(communicator, call, tensors, len(inputs), rows)
     pairs = list(zip(rows.results[: len(values)], rows.results[len(values) :], strict=True))
     return pairs if many else pairs[0]
 
@@ -147,7 +147,7 @@ def receive(communicator: Any, source: int, dtype: Any, shape: Any, *, name: str
     like = np.empty((), dtype)
     call, tensors = _prepare("receive", name, [like], [None], root=source)
     received = _Received(name, source, like.dtype, shape)
-    _run_asking(communicator, call, tensors, 1, received)
+    _run_with_allocator(communicator, call, tensors, 1, received)
     return received.result
 
 
@@ -199,7 +199,7 @@ def _place(_: Any, numbers: Any, count: int, outputs: Any, placed: Any) -> None:
         placed[0] = library.UNWANTED if isinstance(error, MismatchError) else 0
 
 
-def _run_asking(
+def _run_with_allocator(
     communicator: Any, call: Any, tensors: Any, count: int, coming: _Rows | _Received, counts: Any = None
 ) -> None:
     """Runs a call that gets its memory from `coming`."""

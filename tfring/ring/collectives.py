@@ -306,8 +306,8 @@ class LocalCollectives(Collectives):
         """See `ops.apart`."""
         return contextlib.nullcontext()
 
-    def in_one_order(self) -> list[tf.Operation]:
-        """See `ops.in_one_order`."""
+    def ordered_ops(self) -> list[tf.Operation]:
+        """See `ops.ordered_ops`."""
         return []
 
     def bytes_sent(self) -> int:
@@ -352,9 +352,9 @@ class RingCollectives(Collectives):
         """See `ops.apart`."""
         return self._ops.apart(self.communicator)
 
-    def in_one_order(self) -> list[tf.Operation]:
-        """See `ops.in_one_order`."""
-        return self._ops.in_one_order(self.communicator)
+    def ordered_ops(self) -> list[tf.Operation]:
+        """See `ops.ordered_ops`."""
+        return self._ops.ordered_ops(self.communicator)
 
     def bytes_sent(self) -> int:
         return self.communicator.statistics()["bytes_sent"]

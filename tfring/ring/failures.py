@@ -30,7 +30,7 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
       MismatchError, PeerLostError, CollectiveTimeoutError: See `tfring.errors`.
     """
     try:
-        with _told_to_others(channels):
+        with _report_to_other_ranks(channels):
             yield
     except tf.errors.OpError as error:
         failures = {c.identity: failure for c in channels if (failure := c.failure()) is not None}
@@ -56,7 +56,7 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
 
 
 @contextlib.contextmanager
-def _told_to_others(channels: Sequence[Collectives]) -> Iterator[None]:
+def _report_to_other_ranks(channels: Sequence[Collectives]) -> Iterator[None]:
     try:
         yield
     except Exception as error:

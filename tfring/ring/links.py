@@ -141,7 +141,7 @@ class Links:
             # The other ranks have opened the ring, and this rank is about to.
             self._changed.wait_for(lambda: self._handle != 0 or self._is_closed, _OPENING_SECONDS)
             if self._is_closed or self._handle == 0:
-                _refuse(connection, _has_left(self._cluster.rank, self._name), final=True)
+                _refuse(connection, _left_ring_message(self._cluster.rank, self._name), final=True)
                 return
             if rank in self.transports or (self._dialing == rank and rank < self._cluster.rank):
                 _refuse(connection, f"rank {self._cluster.rank} connects to rank {rank} itself", final=False)
@@ -191,7 +191,7 @@ def _answer_all(listener: Listener, rings: weakref.WeakValueDictionary[tuple[str
         links = rings.get((hello["job"], hello["ring"]))
         try:
             if links is None:
-                _refuse(connection, _has_left(hello["to"], hello["ring"]), final=True)
+                _refuse(connection, _left_ring_message(hello["to"], hello["ring"]), final=True)
             else:
                 links.answer(connection)
         except Exception:
@@ -200,7 +200,7 @@ def _answer_all(listener: Listener, rings: weakref.WeakValueDictionary[tuple[str
         del links
 
 
-def _has_left(rank: int, ring: str) -> str:
+def _left_ring_message(rank: int, ring: str) -> str:
     return f'rank {rank} left the ring "{ring}" (its script ended?) before another rank needed a link to it'
 
 

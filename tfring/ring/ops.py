@@ -529,7 +529,7 @@ def call_in_order(communicator: Any, function: Callable[..., Any], *args: Any) -
 def apart(communicator: Any) -> Iterator[None]:
     """Opens a context in which a communicator's collectives in a graph have no order and no gradient.
 
-    The caller must add control dependencies on the collectives around them (`in_one_order`), so that all ranks run them
+    The caller must add control dependencies on the collectives around them (`ordered_ops`), so that all ranks run them
     in one order.
     """
     _token(communicator)
@@ -540,7 +540,7 @@ def apart(communicator: Any) -> Iterator[None]:
         _apart.token = None
 
 
-def in_one_order(communicator: Any) -> list[Any]:
+def ordered_ops(communicator: Any) -> list[Any]:
     """Returns the operations of the graph being built that run in one order with a communicator's collectives."""
     graph = tf.compat.v1.get_default_graph()
     token = graph.capture(_token(communicator))
@@ -676,7 +676,7 @@ def _call_for_gradient(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor]
     slot = order.CallSlot(line, watched)
     with slot.recording(), tf.device("CPU:0"):
         *results, done = getattr(_ops(), f"tfring_{kind}")(
-            token=_tf.captured_from_around(_resource(line.number)),
+            token=_tf.capture_outer_tensor(_resource(line.number)),
             handle=op.get_attr("handle"),
             key=op.get_attr("key").decode() + "/gradient",
             before=slot.before,

@@ -91,11 +91,11 @@ def call_in_order(line: Line, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     slot = CallSlot(line, args)
     with slot.recording():
-        args = (*args[:number], _tf.recorded_behind(args[number], slot.before), *args[number + 1 :])
+        args = (*args[:number], _tf.with_tape_dependencies(args[number], slot.before), *args[number + 1 :])
     results = function(*args)
     result = next(each for each in tf.nest.flatten(results) if each.dtype.is_floating)
     with slot.recording():
-        slot.take(_tf.recorded_behind(zero(), result))
+        slot.take(_tf.with_tape_dependencies(zero(), result))
     return results
 
 

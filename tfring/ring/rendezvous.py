@@ -90,7 +90,7 @@ def connect(
       RendezvousError: If ranks never answered (the message names them), or the ranks cannot form one ring.
     """
     sockets.raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
-    return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
+    return _Rendezvous(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
 def connect_to(
@@ -122,7 +122,7 @@ def connect_to(
       RendezvousError: See `connect`.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
-    forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
+    forming = _Rendezvous(cluster, ring, [rank], transport, timeout_seconds, broken)
     forming.kind, forming.is_linked = "link", is_linked
     return forming.run().get(rank)
 
@@ -134,12 +134,12 @@ def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: st
       RendezvousError: If the two ranks cannot be linked. The other rank gets the error as well.
     """
     sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
-    forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
+    forming = _Rendezvous(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
     forming.answer(connection)
     return forming.links.get(connection.hello["rank"])
 
 
-class _Forming:
+class _Rendezvous:
     """Forms the links of one rank in one ring."""
 
     def __init__(
@@ -227,19 +227,19 @@ class _Forming:
             pause, next_report = _SILENT_SECONDS, time.monotonic()
             while not self.cancelled.wait(pause):
                 pause = min(_SILENT_SECONDS, _REPORT_SECONDS)
-                if self._leaves_report_to_another():
+                if self._is_report_delegated():
                     reasons = self.reasons.copy()
-                    self._check_none_has_ended({rank: reasons[rank] for rank in reasons.keys() - self.links.keys()})
+                    self._raise_if_rank_ended({rank: reasons[rank] for rank in reasons.keys() - self.links.keys()})
                     continue
-                missing = _missing_ranks(self.cluster, self._without_link(range(self.cluster.world_size)))
-                self._check_none_has_ended(missing)
+                missing = _missing_ranks(self.cluster, self._unlinked_ranks(range(self.cluster.world_size)))
+                self._raise_if_rank_ended(missing)
                 if time.monotonic() >= next_report:
                     next_report = time.monotonic() + _REPORT_SECONDS
                     self._report(missing)
         except BaseException as error:
             self.connect_error = self.connect_error or error
 
-    def _leaves_report_to_another(self) -> bool:
+    def _is_report_delegated(self) -> bool:
         """Returns True if a lower rank is present: it is enough that one rank probes all others and reports."""
         if any(rank < self.cluster.rank for rank in list(self.links)):
             return True
@@ -254,10 +254,10 @@ class _Forming:
                 *(self.cluster.rank, seconds, self.ring, self.timeout_seconds, self._who_is_missing(missing)),
             )
 
-    def _without_link(self, ranks: Iterable[int]) -> list[int]:
+    def _unlinked_ranks(self, ranks: Iterable[int]) -> list[int]:
         return sorted(set(ranks) - {self.cluster.rank, *self.links})
 
-    def _check_none_has_ended(self, missing: Mapping[int, str]) -> None:
+    def _raise_if_rank_ended(self, missing: Mapping[int, str]) -> None:
         """Raises if a rank no longer listens. If ranks inherit sockets, all of them listen before the first begins."""
         ended = [rank for rank, why in missing.items() if why == os.strerror(errno.ECONNREFUSED)]
         if self.cluster.listen_fd is not None and ended and not config.read("TFRING_MAX_WORKER_RESTARTS"):
@@ -500,8 +500,8 @@ class _Forming:
 
     def _timeout_error(self) -> RendezvousError:
         """Returns an error that names all missing ranks on the lowest present rank, and missing peers on others."""
-        all_ranks = self.kind == "ring" and not self._leaves_report_to_another()
-        ranks = self._without_link(range(self.cluster.world_size) if all_ranks else self.peers)
+        all_ranks = self.kind == "ring" and not self._is_report_delegated()
+        ranks = self._unlinked_ranks(range(self.cluster.world_size) if all_ranks else self.peers)
         missing = _missing_ranks(self.cluster, ranks)
         return RendezvousError(
             f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "

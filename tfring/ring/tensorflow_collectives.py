@@ -25,7 +25,7 @@ _GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), 
 }
 
 
-class _Line(NamedTuple):
+class _OrderVariables(NamedTuple):
     """Variables that keep collectives in one order: the token they wait for, and the number of collectives so far."""
 
     token: tf.Tensor
@@ -44,14 +44,14 @@ class TensorFlowCollectives(Collectives):
         self._options = options
         group_key = keys.get_group_key((device,))
         self._group_key = group_key
-        self._line = self._in_program_order = self._new_line(0)
-        self._apart = self._new_line(1 << 30)
+        self._line = self._in_program_order = self._make_order_variables(0)
+        self._apart = self._make_order_variables(1 << 30)
 
-    def _new_line(self, first: int) -> _Line:
+    def _make_order_variables(self, first: int) -> _OrderVariables:
         with tf.init_scope(), tf.device(self._device):
             token = _tf.ResourceVariable(0.0, trainable=False)
         with tf.init_scope(), tf.device("CPU:0"):
-            return _Line(token, _tf.ResourceVariable(first, dtype=tf.int32, trainable=False))
+            return _OrderVariables(token, _tf.ResourceVariable(first, dtype=tf.int32, trainable=False))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -62,8 +62,8 @@ class TensorFlowCollectives(Collectives):
         finally:
             self._line = self._in_program_order
 
-    def in_one_order(self) -> list[tf.Operation]:
-        """See `ops.in_one_order`."""
+    def ordered_ops(self) -> list[tf.Operation]:
+        """See `ops.ordered_ops`."""
         graph = tf.compat.v1.get_default_graph()
         token = graph.capture(self._in_program_order.token.handle)
         return [op for op in graph.get_operations() if any(tensor is token for tensor in op.inputs)]

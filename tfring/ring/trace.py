@@ -150,7 +150,7 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source,
     """
     global _active
     path = pathlib.Path(folder).absolute()
-    if _active is not None and not _active.closed and not _active.of_parent:
+    if _active is not None and not _active.closed and not _active.is_forked:
         if _active.path.parent != path:
             raise ConfigurationError(
                 f"This process already writes a trace to {_active.path.parent}, and trace={str(folder)!r} would be a "
@@ -318,7 +318,7 @@ class Recorder:
             self._end()
 
     @property
-    def of_parent(self) -> bool:
+    def is_forked(self) -> bool:
         """Returns True if this process was forked from the one that writes."""
         return os.getpid() != self._owner
 
@@ -332,7 +332,7 @@ class Recorder:
     def write(self) -> None:
         """Writes the records that have not been written yet."""
         with self._lock:
-            if self.closed or self.of_parent or not self._writes:
+            if self.closed or self.is_forked or not self._writes:
                 return
             steps, self._steps = self._steps, []
             requests = self._requests[:]
@@ -399,7 +399,7 @@ class Recorder:
             _log.warning("The trace ends here because %s cannot be written: %s", self.path, error.strerror)
 
     def _end(self) -> None:
-        if self.closed or self.of_parent:
+        if self.closed or self.is_forked:
             return
         self._stop.set()
         self.write()

@@ -129,7 +129,7 @@ class Replica:
                 continue  # no process was started in the other's place so far
             try:
                 theirs = self._greet(link)
-                self._hold(link, theirs)
+                self._replicate(link, theirs)
             except PeerLostError as error:
                 with self._changed:
                     if self.role is None and has_left(error):  # it reports why, if the workers have not finished
@@ -157,7 +157,7 @@ class Replica:
             link.send({"role": self.role})
         return theirs
 
-    def _hold(self, link: Connection, theirs: str | None) -> None:
+    def _replicate(self, link: Connection, theirs: str | None) -> None:
         """Keeps the two servers in the same state until the link breaks. One of them has just been started.
 
         Raises:

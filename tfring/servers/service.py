@@ -304,21 +304,21 @@ class Service:
             _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
             return {"error": f"{type(error).__name__}: {error}"}, []
 
-    def _end_by(self, why: str) -> None:
+    def _fail_all_workers(self, why: str) -> None:
         """Makes all workers that wait, or send a request, end with an error."""
         with self._changed:
             self._failure = self._failure or why
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def _ending_all(self) -> Iterator[None]:
+    def _fail_all_on_error(self) -> Iterator[None]:
         """Ends all workers if an update fails: it runs in the thread of only one of those whose gradients it uses."""
         try:
             yield
         except PeerLostError:
             raise
         except Exception as error:
-            self._end_by(f"an update failed: {type(error).__name__}: {error}")
+            self._fail_all_workers(f"an update failed: {type(error).__name__}: {error}")
             raise
 
     def _leave(self, worker: int, why: str | None) -> None:
@@ -397,13 +397,13 @@ class Service:
                 "worker can come back only in the first `fit` of its program."
             )
         self._pass_on({"what": "return", "worker": worker})
-        self._take_in(worker)
+        self._add_live_worker(worker)
         where = "before training" if position is None else f"in epoch {position['epoch'] + 1}"
         _log.warning("Worker %d is back, %s.", worker, where)
         rates = {str(number): group.learning_rate for number, group in self._groups.items()}
         return {"position": position, "learning_rates": rates}, self._last_end
 
-    def _take_in(self, worker: int) -> None:
+    def _add_live_worker(self, worker: int) -> None:
         self._returning.discard(worker)
         self._lost.pop(worker, None)
         self._live.add(worker)
@@ -501,7 +501,7 @@ class Service:
         if group.merged is not None:
             merged, group.merged = group.merged, None
             rate = head.get("learning_rate")
-            with self._ending_all():
+            with self._fail_all_on_error():
                 self._pass_on(
                     {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
                     meanwhile=lambda: group.held.update(merged, head["norms"], rate),
@@ -520,7 +520,7 @@ class Service:
             pairs = [(a, g) for a, g in zip(arrivals, gradients, strict=True) if a.factor]
             weights = [g[0] for _, g in pairs]
             total = sum(w for w in weights if w is not None) or 1.0
-            with self._ending_all():
+            with self._fail_all_on_error():
                 factors = [None if g[0] is None else a.factor * g[0] / total for a, g in pairs]
                 merged = group.held.merge([(factor, g[1]) for factor, (_, g) in zip(factors, pairs, strict=True)])
                 rate = pairs[0][1][2]
@@ -607,7 +607,7 @@ class Service:
                     "same batches in the same order, and one of them trains each. Use one seed for shuffles on all "
                     "workers, pass all rows on each, and leave out `deterministic=False` (docs/data.md)."
                 )
-                self._end_by(why)
+                self._fail_all_workers(why)
                 raise MismatchError(why)
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
@@ -752,7 +752,7 @@ class Service:
                 self._board.pop(name, None)
             self._board[head["name"]] = ({}, [a.copy() for a in arrays])
         elif what == "return":
-            self._take_in(head["worker"])
+            self._add_live_worker(head["worker"])
         else:
             assert what == "leave"
             self._live.discard(head["worker"])
@@ -791,7 +791,7 @@ class Service:
             computing = self._live if self._needs_all else ()
             group.admission.resume(group.admission.version, self._live, computing)
             group.gradients.clear()
-        self._await_for(config.read("TFRING_LOST_SECONDS"))
+        self._start_rejoin_timer(config.read("TFRING_LOST_SECONDS"))
         _log.warning(
             "Server %d continues with the shards that server %d held: nothing that was acknowledged is lost.",
             *(self._roles.index, self._shards if self._shards != self._roles.index else self._replica_number()),
@@ -881,7 +881,7 @@ class Service:
         self._take_groups(head, arrays)
         self._awaited = set(self._live)
         self._board = {told["name"]: ({}, its) for told, its in posts}
-        self._await_for(config.read("TFRING_LOST_SECONDS"))
+        self._start_rejoin_timer(config.read("TFRING_LOST_SECONDS"))
         updates = ", ".join(str(about["version"]) for about in head["groups"].values()) or "0"
         _log.warning(
             "Server %d continues from its snapshot, written %.1f s ago after update %s: what was pushed to it since "
@@ -901,12 +901,12 @@ class Service:
             group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
             group.admission.resume(about["version"], self._live, ())
 
-    def _await_for(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._await_no_longer)
+    def _start_rejoin_timer(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._drop_awaited_workers)
         timer.daemon = True
         timer.start()
 
-    def _await_no_longer(self) -> None:
+    def _drop_awaited_workers(self) -> None:
         for worker in list(self._awaited):
             self._leave(worker, f"worker {worker} has not come back to server {self._roles.index}")
 

@@ -134,7 +134,7 @@ def weighing() -> Step | None:
     return running if running is not None and running.share is not None else None
 
 
-def of_own_rows() -> Step | None:
+def current_own_rows_step() -> Step | None:
     """Returns the step that this thread runs if the share is known and the step is of the replica's own rows."""
     running = weighing()
     return running if running is not None and not running.is_plain else None

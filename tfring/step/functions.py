@@ -44,7 +44,7 @@ def between_collectives(model: Any, kind: str, ring: Ring) -> Any:
     return compiled
 
 
-class OfIterator:
+class IteratorFunction:
     """Wraps a function of an iterator as a tf.function of the tensors in it.
 
     For an iterator argument, TensorFlow would check before each call its type and whether a graph for it exists.

@@ -144,7 +144,7 @@ def _note() -> tf.Tensor:
     return note
 
 
-def _take_note() -> int:
+def _take_refusal_reason() -> int:
     with tf.device("CPU:0"):
         reason = int(tf.raw_ops.ReadVariableOp(resource=_note(), dtype=tf.int64))
         tf.raw_ops.AssignVariableOp(resource=_note(), value=tf.constant(0, tf.int64))
@@ -176,7 +176,7 @@ def named() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError:
-        reason = _take_note()
+        reason = _take_refusal_reason()
         if not reason:
             raise
     else:
@@ -186,7 +186,7 @@ def named() -> Iterator[None]:
     raise DifferentDataError(Reason(reason))
 
 
-def behind_loop(ring: Ring, stop: bool) -> tuple[bool, bool]:
+def announce_loop_end(ring: Ring, stop: bool) -> tuple[bool, bool]:
     """Tells the other ranks that this rank has left Keras' loop over batches, in one eager collective.
 
     Args:

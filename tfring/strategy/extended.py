@@ -22,7 +22,7 @@ from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.data.distribute import agreed_cardinality, distribute, is_sliced
-from tfring.data.rows import has_static_rows, num_rows, one_row_at_least, with_open_rows
+from tfring.data.rows import has_static_rows, num_rows, pad_empty_batch, relax_static_rows
 from tfring.data.shares import Shares
 from tfring.errors import ConfigurationError, MismatchError
 from tfring.reduction.sparse import SparseOptions
@@ -105,7 +105,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._is_chief = self.cluster.is_chief
         self._worker_device = _tf.device_util.canonicalize("/device:CPU:0")
         devices, self._local_device_type = self._initialize_local_devices(self._cluster_resolver, "")
-        with _without_naming_another_strategy():
+        with _silence_strategy_log():
             self._initialize_single_worker(devices)
         self._cluster_spec = self._cluster_resolver.cluster_spec()
         self._task_type, self._task_id = "worker", self.cluster.rank
@@ -298,7 +298,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             with partition.own():
                 value = self.ring.world.broadcast([value], name="initial value of a variable")[0]
         except MismatchError as error:
-            raise _of_model(error, f"{variable or 'a variable'} of shape {tuple(value.shape)}") from None
+            raise _variable_mismatch_error(error, f"{variable or 'a variable'} of shape {tuple(value.shape)}") from None
         return partition.declare(value, "full")
 
     def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -387,10 +387,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def step_of_replica(element: Any, share: tf.Tensor) -> Any:
             if not alone and way is not step.Way.WHOLE:
-                element, _ = one_row_at_least(element)
+                element, _ = pad_empty_batch(element)
             if not alone and way is step.Way.EDITED:
                 if has_static_rows(element):  # otherwise their number would be a constant like any other
-                    element = with_open_rows(element)
+                    element = relax_static_rows(element)
                 element, share = partition.declare_batch(element), partition.declare(share, "share")
             mine = step.Step() if alone else step.Step(share, share > 0, way=way)
             with step.running(mine) as running:
@@ -409,7 +409,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
 
 @contextlib.contextmanager
-def _without_naming_another_strategy() -> Iterator[None]:
+def _silence_strategy_log() -> Iterator[None]:
     """Keeps TensorFlow from logging that MirroredStrategy is used, which reads as if tfring were not."""
 
     def names_no_other(record: logging.LogRecord) -> bool:
@@ -430,7 +430,7 @@ def _like(gradient: Any, total: Any) -> Any:
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
 
-def _of_model(error: MismatchError, variable: str) -> MismatchError:
+def _variable_mismatch_error(error: MismatchError, variable: str) -> MismatchError:
     """Returns the error for ranks that create different variables."""
     found = MismatchError(
         f"The ranks make different models: this rank makes {variable}. Make the same layers on all ranks; no size may "

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf, step
-from tfring._keras.seam import in_state_of, state_of_thread
+from tfring._keras.seam import state_of_thread, use_thread_state
 
 
 class RingReplicaContext(_tf.MirroredReplicaContext):
@@ -31,7 +31,7 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
 
         def in_context(*args: Any, **kwargs: Any) -> Any:
             _enter()
-            with in_state_of(state):
+            with use_thread_state(state):
                 return fn(*args, **kwargs)
 
         return in_context

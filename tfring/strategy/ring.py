@@ -170,7 +170,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         _check_exclusions(given)
         if cluster_resolver is not None:
             cluster = _cluster_of(cluster_resolver)
-        self._found = detection.Outlook(os.environ) if cluster is None else None
+        self._found = detection.ClusterSnapshot(os.environ) if cluster is None else None
         cluster = detect(cluster)
         if cluster.is_chief:
             settings.warn_of_unknown()

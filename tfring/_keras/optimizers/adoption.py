@@ -37,7 +37,7 @@ def adopt_optimizers(model: Any, ring: Ring) -> None:
         if getattr(optimizer, "_distribution_strategy", ring.strategy) is ring.strategy:
             continue
         if optimizer.built:
-            raise _not_of_scope(optimizer, "and was built there")
+            raise _outside_scope_error(optimizer, "and was built there")
         optimizer._distribution_strategy = ring.strategy
         join_ring(optimizer)
         adopt_variables(optimizer._variables, ring)
@@ -46,13 +46,13 @@ def adopt_optimizers(model: Any, ring: Ring) -> None:
 def adopt_variables(variables: Sequence[Any], ring: Ring) -> None:
     """Recreates Keras variables in the scope of a strategy, with their current values."""
     for variable in variables:
-        if not is_of(variable, ring):
+        if not is_made_in_scope(variable, ring):
             value = variable._value.numpy()
             with ring.scope():
                 variable._initialize(value)
 
 
-def is_of(variable: Any, ring: Ring) -> bool:
+def is_made_in_scope(variable: Any, ring: Ring) -> bool:
     """Returns whether a Keras variable was made in the scope of a strategy, or will be made later."""
     value = variable._value
     if value is None:  # Keras makes it later
@@ -73,7 +73,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
       ConfigurationError: If a variable was made in a scope and the optimizer was not.
     """
     if any(ring_of_variable(v) is not None for v in variables):
-        raise _not_of_scope(optimizer, "and is applied to variables made in the scope")
+        raise _outside_scope_error(optimizer, "and is applied to variables made in the scope")
     return any(mark_of(v).update or mark_of(v).sums_ids for v in variables)
 
 
@@ -87,7 +87,7 @@ def install() -> None:
         register(keras.optimizers.MultiOptimizer, ring_optimizer.RingMultiOptimizer)
 
 
-def _not_of_scope(optimizer: Any, what: str) -> ConfigurationError:
+def _outside_scope_error(optimizer: Any, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} was made outside of the scope of the strategy that trains with "
         f"it, {what}. Make it {SCOPE}."

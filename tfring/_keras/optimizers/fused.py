@@ -42,7 +42,7 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
         from tfring.ring import ops
 
         weight, momentum, velocity = held
-        if not _has_each_id_once(self, gradient):
+        if not _has_unique_ids(self, gradient):
             gradient = tf.convert_to_tensor(gradient)  # rows become dense too: the momenta of other rows continue
         gradient = tf.cast(gradient, weight.dtype)
         results = ops.adam(weight, momentum, velocity, gradient, self._factors(learning_rate, weight.dtype))
@@ -68,7 +68,7 @@ class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
     """Adagrad that reads only the rows of a sparse gradient, if the ring has summed them."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        is_sparse = _has_each_id_once(self, gradient)
+        is_sparse = _has_unique_ids(self, gradient)
         held = _held_by_worker(self, variable, "_accumulators") if is_sparse else None
         if held is None:
             return super().update_step(gradient, variable, learning_rate)
@@ -81,7 +81,7 @@ class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
         return None
 
 
-def _has_each_id_once(optimizer: Any, gradient: Any) -> bool:
+def _has_unique_ids(optimizer: Any, gradient: Any) -> bool:
     """Returns True for IndexedSlices that the ring has summed."""
     update = optimizer._current_update
     return isinstance(gradient, tf.IndexedSlices) and update is not None and update.has_each_id_once

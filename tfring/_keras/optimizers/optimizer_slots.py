@@ -116,5 +116,5 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         if save_type == "checkpoint":  # otherwise with a model, whose weights may be full
             sharded = [*filter(sharding_of, self.variables)]
             if sharded or shards_of(self) is not None:
-                raise slots.refusal_to_write("slot", sharded, self, save_type)
+                raise slots.shard_write_error("slot", sharded, self, save_type)
         return super()._trackable_children(save_type, **kwargs)

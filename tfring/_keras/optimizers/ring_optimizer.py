@@ -35,7 +35,7 @@ import keras
 import tensorflow as tf
 
 from tfring import partition, step
-from tfring._keras.losses import per_row_as_sum
+from tfring._keras.losses import scale_row_losses
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.optimizer_class import join_ring
 from tfring._keras.optimizers.optimizer_slots import OptimizerSlots
@@ -77,7 +77,7 @@ class RingOptimizer(OptimizerSlots):
     in_front_of_overrides = ReducedForOverrides
     _current_update: Update | None = None
 
-    def _take_along(self) -> None:
+    def _adopt_inner_optimizers(self) -> None:
         """Makes the optimizers to which this one passes gradients join its ring."""
         for inner in optimizers_of(self) if self._ring is not None else ():
             if not isinstance(inner, RingOptimizer):
@@ -87,7 +87,7 @@ class RingOptimizer(OptimizerSlots):
     # -- 0. a loss, on its way to the tape -------------------------------------------------------------------------
 
     def scale_loss(self, loss: Any) -> Any:
-        return super().scale_loss(per_row_as_sum(loss))
+        return super().scale_loss(scale_row_losses(loss))
 
     # -- 1. weigh, and sum the replicas of this worker -------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class RingOptimizer(OptimizerSlots):
             return apply(grads, variables)
         if tf.distribute.get_replica_context() is None or not tf.distribute.has_strategy():
             if ring.cluster.world_size > 1:
-                raise _no_replica(self, ring)
+                raise _outside_run_error(self, ring)
             return apply(grads, variables)
         if not self.built and variables:
             ring.cross_replica(lambda: _build(self, variables))
@@ -116,7 +116,7 @@ class RingOptimizer(OptimizerSlots):
             return apply(grads, variables)
         running = step.current() or step.Step()
         if any(map(step.is_sum, grads)):
-            raise _summed_before(self)
+            raise _already_summed_error(self)
         is_complete = [*map(gradient_is_complete, every)]
         triples = zip(grads, every, is_complete, strict=True)
         updater = ring.updater  # between this optimizer and the weights
@@ -176,9 +176,9 @@ class RingOptimizer(OptimizerSlots):
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         """Adds gradients to accumulators, or continues with their sum if an update is due, as Keras does."""
         if self._current_update is None and any(map(sharding_of, trainable_variables)):
-            raise _outside(self)
+            raise _outside_replica_error(self)
         pairs = zip(grads, trainable_variables, strict=True)
-        grads = [tables.with_each_id_once(g) if self._sums_ids(g, v) else g for g, v in pairs]
+        grads = [tables.sum_duplicate_ids(g) if self._sums_ids(g, v) else g for g, v in pairs]
         update = self._current_update
         if update is None and any(map(tables.update_of, trainable_variables)):
             update = Update(is_reduced=True, has_each_id_once=False)  # of one process
@@ -200,7 +200,7 @@ class RingOptimizer(OptimizerSlots):
         update, shards = self._current_update, self._tfring_shards
         if update is None:
             if shards is not None:
-                raise _outside(self)
+                raise _outside_replica_error(self)
             return super()._clip_gradients(grads)
         variables = update.variables
         if not update.is_reduced:
@@ -309,11 +309,11 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
     _delegates = True
 
     def build(self, variables: Sequence[Any]) -> None:
-        self._take_along()
+        self._adopt_inner_optimizers()
         super().build(variables)
 
     def scale_loss(self, loss: Any) -> Any:
-        return super().scale_loss(per_row_as_sum(loss))
+        return super().scale_loss(scale_row_losses(loss))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         self._enter(grads, trainable_variables, super().apply)
@@ -351,7 +351,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
         _delegates = True
 
         def build(self, variables: Sequence[Any]) -> None:
-            self._take_along()
+            self._adopt_inner_optimizers()
             super().build(variables)
 
 
@@ -372,7 +372,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
     return [getattr(v, "path", None) or v.name for v in variables]
 
 
-def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
+def _outside_run_error(optimizer: Any, ring: Ring) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of `fit` and `strategy.run`, which would "
         f"train a separate model on each of {ring.cluster.world_size} workers. Write the step as "
@@ -380,7 +380,7 @@ def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
     )
 
 
-def _summed_before(optimizer: Any) -> ConfigurationError:
+def _already_summed_error(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} got gradients that `strategy.all_reduce_gradients` returned, "
         "but under `strategy.run` the optimizer sums over replicas as well. Pass the optimizer the gradients of the "
@@ -389,7 +389,7 @@ def _summed_before(optimizer: Any) -> ConfigurationError:
     )
 
 
-def _outside(optimizer: Any) -> ConfigurationError:
+def _outside_replica_error(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
         f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of a replica. With shard_optimizer=True, "
         "and for weights sharded over workers, apply gradients in `train_step`, or in the function given to "

@@ -86,7 +86,7 @@ class ServerUpdater(Updater):
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
         inputs = [tf.cast(self._num_rows(), tf.float64), _learning_rate(optimizer)]
-        gradients = _each_id_once(group.inputs(pairs))
+        gradients = _sum_duplicate_ids(group.inputs(pairs))
         gradients = _clipped(optimizer, gradients) if self.is_star else gradients
         for gradient, variable in zip(gradients, group.variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
@@ -141,7 +141,7 @@ class ServerUpdater(Updater):
         found = self._groups[id(optimizer)] = _Group(self, len(self._groups), optimizer, variables, sparse, by_rows)
         return found
 
-    def reads_more(self) -> bool:
+    def should_retrace(self) -> bool:
         """Returns True if the step that is being traced reads more of a table, after its update, than a batch's rows.
 
         The step has to be traced again: from now on such a table is pulled in full.
@@ -194,7 +194,7 @@ class ServerUpdater(Updater):
                 )
         return placed
 
-    def held_by_none(self, variables: Sequence[Any]) -> list[int]:
+    def find_unplaced(self, variables: Sequence[Any]) -> list[int]:
         """Returns the numbers of the variables that servers do not hold yet."""
         held_by = {id(v) for group in self._groups.values() if group.is_created for v in group.variables}
         return [n for n, variable in enumerate(variables) if id(variable) not in held_by]
@@ -370,7 +370,7 @@ class ServerUpdater(Updater):
                 for group in self._groups.values():
                     group.create()  # for a worker without a batch; if it is worker 0, others wait for its values
                     group.send_assigned()
-                head, digests = self._taken_drawn(epoch)
+                head, digests = self._take_drawn_digests(epoch)
                 others = self.client.num_servers - 1
                 self.client.ask_all("end", [head, *[{}] * others], [digests, *[()] * others])
                 self._aggregate(model)
@@ -445,12 +445,12 @@ class ServerUpdater(Updater):
 
     def _claim(self, epoch: str) -> int:
         with self._lock:
-            head, digests = self._taken_drawn(epoch)
+            head, digests = self._take_drawn_digests(epoch)
             batch = int(self.client.ask(0, "claim", head, digests)[0]["batch"])
             self.client.known["claimed"] = [epoch, batch]
             return batch
 
-    def _taken_drawn(self, epoch: str | None) -> tuple[dict[str, Any], list[np.ndarray]]:
+    def _take_drawn_digests(self, epoch: str | None) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Returns the digests of an epoch's batches drawn since the last call, which server 0 compares over workers."""
         first, digests = self._drawn
         self._drawn = first + len(digests), []
@@ -521,7 +521,7 @@ class Statistics:
     """Staleness and waiting of the gradients of an epoch; those of all workers once they have met at its end.
 
     Attributes:
-      array: float64: counts of each staleness, the last one for all that are larger; counts of waits by `WAITS`; the
+      array: Array of float64: counts of each staleness, the last one for all that are larger; counts of waits by `WAITS`; the
         number of waits, their sum in seconds, and the number of dropped gradients.
       rows: Number of this worker's rows in the epoch; its steps if the rows are unknown.
     """
@@ -708,7 +708,7 @@ class _Group:
         if self.is_created:
             return
         is_first = self._client.rank == 0 and not self._updater._is_behind
-        replies = self._send_values(self._updater.held_by_none(self.variables) if is_first else None)
+        replies = self._send_values(self._updater.find_unplaced(self.variables) if is_first else None)
         self._slots = self._match([reply["slots"] for reply, _ in replies])
         if is_first and int(read(self._optimizer._iterations)) > 0:  # restored from a file
             self._send_slots(self._optimizer.variables)
@@ -843,7 +843,7 @@ class _Group:
         return [v for v in self._optimizer.variables if v is not rate]
 
 
-def _each_id_once(gradients: Sequence[Any]) -> list:
+def _sum_duplicate_ids(gradients: Sequence[Any]) -> list:
     """Sums the rows of each id of IndexedSlices."""
     sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
     gradients = list(gradients)

@@ -54,7 +54,7 @@ class Updater:
         """
         raise NotImplementedError
 
-    def reads_more(self) -> bool:
+    def should_retrace(self) -> bool:
         """Returns True if the step that is being traced has to be traced again, because of reads after its update."""
         return False
 

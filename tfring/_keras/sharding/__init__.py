@@ -204,7 +204,7 @@ def shows_full_shapes() -> bool:
 
 def gather(ops: Any, variables: Sequence[Any], *, name: str) -> list[tf.Tensor]:
     """Returns the full values of variables, on all ranks; `ops` is a RingAllReduce, `name` is for errors."""
-    values = [held_of(variable) for variable in variables]
+    values = [local_value(variable) for variable in variables]
     sharded = {i: sharding for i, sharding in enumerate(map(sharding_of, variables)) if sharding is not None}
     full = ops.gather_full([values[i] for i in sharded], [*sharded.values()], name=name)
     for i, value in zip(sharded, full, strict=True):
@@ -219,7 +219,7 @@ def shard_of(variable: Any, value: Any) -> Any:
         return value
     if sharding.lined_up == sharding.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
         return take_shard(sharding, value, rank)  # no more of an array in a file is read
-    value = held_of(value)
+    value = local_value(value)
     if value.shape != sharding.shape:
         return value
     return tf.reshape(take_shard(sharding, tf.reshape(value, sharding.lined_up), rank), sharding.shape_of(rank))
@@ -233,7 +233,7 @@ def take_shard(sharding: Sharding, lined_up: Any, rank: int) -> Any:
     return (tf.concat if tf.is_tensor(lined_up) else np.concatenate)(parts, sharding.dimension)
 
 
-def held_of(value: Any) -> tf.Tensor:
+def local_value(value: Any) -> tf.Tensor:
     """Returns the value of a Keras or TensorFlow variable on this worker, or another value, as a tensor."""
     import keras
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfring import blocks
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import full_shape, full_shapes, gather, held_of, large, shard_of, sharding_of, stores
+from tfring._keras.sharding import full_shape, full_shapes, gather, large, local_value, shard_of, sharding_of, stores
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import ring_of
@@ -138,7 +138,7 @@ def as_written(slots: list) -> list:
     return [_Whole(slot) if _in_hdf5 and sharding_of(slot) is not None else slot for slot in slots]
 
 
-def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
+def shard_write_error(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
     """Returns the error to raise when TensorFlow asks a layer or an optimizer with shards what to write.
 
     Args:
@@ -194,7 +194,7 @@ def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
     if shards is None:
         return original(optimizer)
     for variable, average in _averaged(optimizer):
-        value = held_of(average)
+        value = local_value(average)
         if sharding_of(variable) is None:  # for a table the average is a shard of the same size
             [value] = gather(shards.ring.control_ops, [average], name="moving average of a weight")
         average.assign(variable)

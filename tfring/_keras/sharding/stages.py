@@ -72,7 +72,7 @@ def is_symbolic() -> bool:
     return symbolic_scope.in_symbolic_scope()
 
 
-def written_in_parts(variable: Any, num_microbatches: int, recompute: bool) -> ConfigurationError:
+def repeated_write_error(variable: Any, num_microbatches: int, recompute: bool) -> ConfigurationError:
     """Returns the error for state that a layer writes in each pass of a step with several passes."""
     return ConfigurationError(
         f"A layer of a Pipeline writes {variable.path!r}, and would write it in each pass of a step "

@@ -240,7 +240,7 @@ def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
         part.write_back()
 
 
-def with_each_id_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+def sum_duplicate_ids(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Returns a gradient of a table with the rows of each id summed."""
     [(values, indices)], _ = LocalCollectives().sum_rows([gradient.values], [gradient.indices], name="rows of a table")
     return tf.IndexedSlices(values, indices, gradient.dense_shape)

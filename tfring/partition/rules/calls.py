@@ -28,23 +28,23 @@ from tfring.partition.types import (
 _LONGEST = 12  # most walks over the body of a loop until its values no longer change
 
 
-@rule("PartitionedCall", "StatefulPartitionedCall", takes_numbers=True)
+@rule("PartitionedCall", "StatefulPartitionedCall", takes_row_indices=True)
 def call(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns the results of the function. Its graph has more outputs if TensorFlow has also differentiated it."""
     return walk.body(op, ins, "f")[: len(op.outputs)]
 
 
-@rule("IdentityN", takes_numbers=True)
+@rule("IdentityN", takes_row_indices=True)
 def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns each input, as a tf.custom_gradient does."""
     return list(ins)
 
 
-@rule("If", "StatelessIf", "Case", "StatelessCase", takes_numbers=True)
+@rule("If", "StatelessIf", "Case", "StatelessCase", takes_row_indices=True)
 def branches(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Joins the results of all branches, if all replicas take the same branch."""
     condition, *arguments = ins
-    _decided_alike(walk, condition)
+    _refuse_divergent_condition(walk, condition)
     bodies: list[tuple[str, int | None]] = [("then_branch", None), ("else_branch", None)]
     if op.type in ("Case", "StatelessCase"):
         bodies = [("branches", i) for i in range(len(op.get_attr("branches")))]
@@ -63,7 +63,7 @@ def branches(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [of_any(i, values) for i, values in enumerate(zip(*results, strict=True))]
 
 
-@rule("While", "StatelessWhile", takes_numbers=True)
+@rule("While", "StatelessWhile", takes_row_indices=True)
 def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Walks over the body until the placements of its variables no longer change."""
     is_same = walk.unchanged(op)
@@ -85,11 +85,11 @@ def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     else:
         raise NoRule
     [condition] = walk.body(op, values, "cond")
-    _decided_alike(walk, condition)
+    _refuse_divergent_condition(walk, condition)
     return values
 
 
-def _decided_alike(walk: Walk, condition: Value) -> None:
+def _refuse_divergent_condition(walk: Walk, condition: Value) -> None:
     """Raises NoRule unless a condition is the same on all replicas."""
     refuse_if(not is_replicated(condition))
     unscaled(walk, [condition])
@@ -128,8 +128,8 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
         return Value(shape, Unplaced(op))  # either of different rows
     if a.placement == b.placement and a.scale == b.scale:
         const = a.const if is_same else None
-        points = a.points_into if a.points_into == b.points_into else None
-        if points != a.points_into or points != b.points_into:
+        points = a.indexed_rows if a.indexed_rows == b.indexed_rows else None
+        if points != a.indexed_rows or points != b.indexed_rows:
             return Value(shape, Unplaced(op))
         is_zero, is_uniform = a.is_zero and b.is_zero, a.is_uniform and b.is_uniform
         return Value(
@@ -158,7 +158,7 @@ def _is_mean(value: Value, other: Value) -> bool:
 
 def _fits(walk: Walk, zero: Value, other: Value) -> bool:
     """Returns True if zeros may replace another value: for rows, the same rows; never for numbers of rows."""
-    if other.points_into is not None:
+    if other.indexed_rows is not None:
         return False
     if is_sharded(other) and not other.is_list and zero.shape is not None:
         is_alike = zero.is_uniform or zero.placement == other.placement

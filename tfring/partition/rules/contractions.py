@@ -11,7 +11,7 @@ from tfring.partition.rules.table import (
     Walk,
     beside,
     kept,
-    no_extremes,
+    refuse_extremes,
     refuse_if,
     rule,
     scale_of_product,
@@ -26,7 +26,7 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
-    rows_in,
+    row_symbol,
 )
 
 
@@ -73,7 +73,7 @@ def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if len(labels) == 2:
         return [_contracted(walk, ins, labels[0], labels[1], result)]
     [value] = ins
-    no_extremes(ins)
+    refuse_extremes(ins)
     sizes = dict(zip(labels[0], shape_of(value), strict=True))
     shape = tuple(sizes[label] for label in result)
     if not is_sharded(value):
@@ -101,7 +101,7 @@ def _contracted(
 
 def _is_better(walk: Walk, size: Size, other: Size) -> bool:
     """Returns True if a size is more specific than another of the same dimension."""
-    return not isinstance(size, Dim) or (rows_in(size, walk.rows) is not None and isinstance(other, Dim))
+    return not isinstance(size, Dim) or (row_symbol(size, walk.rows) is not None and isinstance(other, Dim))
 
 
 def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], result: list[str]) -> Placement:
@@ -137,7 +137,7 @@ def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a convolution, bilinear in rows and a kernel."""
     rows, kernel = ins
     refuse_if(is_sharded(kernel))
-    no_extremes(ins)
+    refuse_extremes(ins)
     scale = scale_of_product(walk, ins)
     if is_sharded(rows):
         refuse_if(is_partial(kernel) or shard_of(rows).axis)

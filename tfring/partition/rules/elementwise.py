@@ -15,10 +15,10 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     beside,
+    common_scale,
     kept,
     refuse_if,
     rule,
-    same_scale,
     scale_of,
     scale_of_power,
     scale_of_product,
@@ -108,7 +108,7 @@ _GRADIENTS = {
 }
 
 
-@rule(*_LINEAR, takes_numbers=True)
+@rule(*_LINEAR, takes_row_indices=True)
 def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes `f` with `f(a x + b y) = a f(x) + b f(y)`; not a Cast that rounds, wraps or tests for nonzero."""
     [value] = ins[:1]
@@ -122,7 +122,7 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     is_checked = op.type.startswith("CheckNumerics")
     refuse_if(is_checked and (bool(kept_rows(value.scale)) or value.placement in (Partial("max"), Partial("min"))))
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
-    refuse_if(value.points_into is not None and not keeps_numbers)
+    refuse_if(value.indexed_rows is not None and not keeps_numbers)
     if op.type == "Cast" and not _is_exact(op.inputs[0].dtype, op.outputs[0].dtype):
         is_number = value.const is not None and op.outputs[0].dtype in _INTEGERS
         refuse_if(value.placement == Partial() or (not is_number and scale_of(walk, value) != UNSCALED))
@@ -133,7 +133,7 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
         refuse_if(op.type != "Neg" or not op.outputs[0].dtype.is_floating)  # the lowest integer has no negative
         placement = Partial({"max": "min", "min": "max"}[placement.op])
-    return [kept(walk, value, shape, placement, points_into=value.points_into)]
+    return [kept(walk, value, shape, placement, indexed_rows=value.indexed_rows)]
 
 
 def _is_exact(given: tf.DType, wanted: tf.DType) -> bool:
@@ -160,7 +160,7 @@ def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(value.shape, value.placement, is_zero=value.is_zero)]
 
 
-@rule("OnesLike", "ZerosLike", takes_numbers=True)
+@rule("OnesLike", "ZerosLike", takes_row_indices=True)
 def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns a constant, whatever the input holds."""
     [value] = ins
@@ -216,7 +216,7 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes the larger or smaller input. Two maxima over rows give a maximum over rows."""
     reduced = {"Maximum": "max", "Minimum": "min"}[op.type]
     is_reduced = all(value.placement in (Replicate(), Partial(reduced)) for value in ins)
-    if is_reduced and same_scale(walk, ins) == UNSCALED:
+    if is_reduced and common_scale(walk, ins) == UNSCALED:
         placement: Placement = Partial(reduced) if any(map(is_partial, ins)) else Replicate()
         return [Value(slices.sizes([shape_of(value) for value in ins]), placement)]
     return [_combined(walk, ins, "choice")]
@@ -312,7 +312,7 @@ def _is_zero(ins: Sequence[Value], how: str) -> bool:
 
 def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
     if how in ("sum", "choice"):
-        return same_scale(walk, ins)
+        return common_scale(walk, ins)
     return scale_of_product(walk, ins, is_ratio=how == "ratio")
 
 

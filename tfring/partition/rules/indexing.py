@@ -13,16 +13,16 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     beside,
+    common_scale,
     kept,
-    no_extremes,
+    refuse_extremes,
     refuse_if,
+    refuse_row_indices,
     replicated,
     rule,
-    same_scale,
     scale_of,
     shard_of,
     unscaled,
-    with_numbers,
 )
 from tfring.partition.types import (
     UNSCALED,
@@ -33,7 +33,7 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
-    rows_in,
+    row_symbol,
 )
 
 
@@ -42,7 +42,7 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns the numbers of this replica's rows, if the limit is their number."""
     begin, end, step = (None if value.const is None else value.const.item() for value in ins)
     refuse_if(not all(map(is_replicated, ins)))
-    rows = rows_in(end, walk.rows)
+    rows = row_symbol(end, walk.rows)
     if rows is None:
         if any(value.const is None and not value.is_zero for value in ins):
             unscaled(walk, ins)
@@ -50,7 +50,7 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             raise NoRule
         return [Value(walk.shape(op.outputs[0]))]
     refuse_if(begin != 0 or step != 1)
-    return [Value((end,))] if ins[1].is_total else [Value((end,), Shard(0), points_into=end)]
+    return [Value((end,))] if ins[1].is_total else [Value((end,), Shard(0), indexed_rows=end)]
 
 
 def _origin(walk: Walk, mask: Any) -> str:
@@ -69,10 +69,10 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(op.outputs[0]))]
     if value.shape is None or value.placement != Shard(0) or value.rank > 1:
         raise NoRule
-    rows = rows_in(value.shape[0], walk.rows)
+    rows = row_symbol(value.shape[0], walk.rows)
     kept_rows = walk.new_rows(op, ("kept by", _origin(walk, op.inputs[0])))
     points = value.shape[0] if rows else "?"
-    return [Value((dims.symbol(kept_rows), value.rank), Shard(0), points_into=points)]
+    return [Value((dims.symbol(kept_rows), value.rank), Shard(0), indexed_rows=points)]
 
 
 @rule("OneHot")
@@ -83,12 +83,12 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     depth = None if ins[1].const is None else ins[1].const.item()
     if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
         raise NoRule
-    refuse_if(rows_in(depth, walk.rows) and not ins[1].is_total)
+    refuse_if(row_symbol(depth, walk.rows) and not ins[1].is_total)
     known = {**dict(enumerate(value.shape)), **({} if depth is None else {value.rank: depth})}
     return [Value(walk.shape(op.outputs[0], known), value.placement)]
 
 
-@rule("GatherV2", "Gather", takes_numbers=True)
+@rule("GatherV2", "Gather", takes_row_indices=True)
 def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Gathers rows of a table by ids, or this replica's rows by their numbers."""
     value, ids = ins[:2]
@@ -107,11 +107,11 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             return [kept(walk, value, shape)]
         refuse_if(shard_of(value).axis == at)
         axis = shard_of(value).axis + (ids.rank - 1 if at < shard_of(value).axis else 0)
-        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), points_into=value.points_into)]
+        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), indexed_rows=value.indexed_rows)]
     placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
-    if ids.points_into is not None:
-        refuse_if(value.placement != Shard(at) or value.shape[at] != ids.points_into)
-        return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
+    if ids.indexed_rows is not None:
+        refuse_if(value.placement != Shard(at) or value.shape[at] != ids.indexed_rows)
+        return [kept(walk, value, shape, placement, indexed_rows=value.indexed_rows, is_uniform=False)]
     refuse_if(is_sharded(value) or is_partial(value))
     return [kept(walk, value, shape, placement)]
 
@@ -120,8 +120,8 @@ def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple)
     """Returns the entries of each row that the row's ids select."""
     if is_sharded(value) and is_sharded(ids):
         refuse_if(value.placement != ids.placement or shard_of(value).axis >= batch)
-        with_numbers([ids])
-        return kept(walk, value, shape, is_uniform=False, points_into=value.points_into)
+        refuse_row_indices([ids])
+        return kept(walk, value, shape, is_uniform=False, indexed_rows=value.indexed_rows)
     refuse_if(is_sharded(value) or is_sharded(ids))
     return kept(walk, value, shape)
 
@@ -155,12 +155,12 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, shape)]
 
 
-@rule("UnsortedSegmentSum", takes_numbers=True)
+@rule("UnsortedSegmentSum", takes_row_indices=True)
 def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds up rows by ids: a part of the sum over all rows, or gathered rows at their original positions."""
     value, ids, count = ins
-    with_numbers([value])
-    no_extremes([value])
+    refuse_row_indices([value])
+    refuse_extremes([value])
     unscaled(walk, [ids])
     if not is_sharded(value) and not is_sharded(ids):
         return [kept(walk, value, walk.shape(op.outputs[0]))]
@@ -170,8 +170,8 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     size = None if count.const is None else count.const.item()
     known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
-    if ids.points_into is not None:
-        refuse_if(size != ids.points_into or ids.placement != Shard(0))
+    if ids.indexed_rows is not None:
+        refuse_if(size != ids.indexed_rows or ids.placement != Shard(0))
         return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Shard(0), is_uniform=False)]
     if size is not None:
         known[0] = size
@@ -183,12 +183,12 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds up rows at indices: a part of the sum over all rows."""
     ids, value, sizes = ins
     unscaled(walk, [ids])
-    no_extremes([value])
+    refuse_extremes([value])
     shape = walk.shape(op.outputs[0], None if sizes.const is None else dict(enumerate(np.ravel(sizes.const))))
     if not is_sharded(ids) and not is_sharded(value):
         return [kept(walk, value, shape)]
     refuse_if(not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform))
-    refuse_if(shape is not None and any(rows_in(size, walk.rows) for size in shape))
+    refuse_if(shape is not None and any(row_symbol(size, walk.rows) for size in shape))
     return [kept(walk, value, shape, Partial(), is_uniform=False)]
 
 
@@ -196,9 +196,9 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds rows at indices to a tensor. Rows of a batch give a part, combined with a part or zeros."""
     value, ids, updates = ins
-    no_extremes(ins)
+    refuse_extremes(ins)
     unscaled(walk, [ids])
-    scale = same_scale(walk, [value, updates])
+    scale = common_scale(walk, [value, updates])
     if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
         refuse_if(any(map(is_partial, ins)))
         return [Value(value.shape, Replicate(), scale)]

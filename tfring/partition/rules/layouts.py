@@ -13,12 +13,12 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     beside,
+    common_scale,
     kept,
-    no_extremes,
+    refuse_extremes,
     refuse_if,
     replicated,
     rule,
-    same_scale,
     shape_of,
     shard_of,
     summed,
@@ -30,11 +30,11 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
-    rows_in,
+    row_symbol,
 )
 
 
-@rule("Reshape", takes_numbers=True)
+@rule("Reshape", takes_row_indices=True)
 def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Reshapes. Rows stay rows if the dimensions before them stay before them."""
     value, sizes = ins
@@ -58,13 +58,13 @@ def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, tuple(shape))]
     placement = _reshaped(walk, value, shape)
     is_uniform = value.is_uniform and shape[placement.axis] == value.shape[shard_of(value).axis]
-    return [kept(walk, value, tuple(shape), placement, points_into=value.points_into, is_uniform=is_uniform)]
+    return [kept(walk, value, tuple(shape), placement, indexed_rows=value.indexed_rows, is_uniform=is_uniform)]
 
 
 def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
     assert value.shape is not None
     axis, blocks = shard_of(value)
-    rows = rows_in(value.shape[axis], walk.rows)
+    rows = row_symbol(value.shape[axis], walk.rows)
     if isinstance(blocks, tuple):
         if axis == 0 and shape and shape[0] == value.shape[0]:
             return Shard(0, blocks)
@@ -77,7 +77,7 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
     return Shard(found[0], outer)
 
 
-@rule("ExpandDims", takes_numbers=True)
+@rule("ExpandDims", takes_row_indices=True)
 def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds a dimension."""
     value, axis = ins
@@ -85,10 +85,10 @@ def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     at = int(np.ravel(axis.const)[0]) % (value.rank + 1)
     shape = (*value.shape[:at], 1, *value.shape[at:])
-    return [kept(walk, value, shape, _moved(value, lambda rows: rows + (at <= rows)), points_into=value.points_into)]
+    return [kept(walk, value, shape, _moved(value, lambda rows: rows + (at <= rows)), indexed_rows=value.indexed_rows)]
 
 
-@rule("Squeeze", takes_numbers=True)
+@rule("Squeeze", takes_row_indices=True)
 def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Removes dimensions of 1."""
     [value] = ins
@@ -97,10 +97,10 @@ def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(sizes) if size == 1}
     shape = tuple(size for i, size in enumerate(sizes) if i not in gone)
     placement = _moved(value, lambda rows: rows - sum(axis < rows for axis in gone))
-    return [kept(walk, value, shape, placement, points_into=value.points_into)]
+    return [kept(walk, value, shape, placement, indexed_rows=value.indexed_rows)]
 
 
-@rule("Transpose", takes_numbers=True)
+@rule("Transpose", takes_row_indices=True)
 def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Permutes dimensions."""
     value, permutation = ins
@@ -108,7 +108,7 @@ def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     order = [int(axis) for axis in permutation.const]
     shape = tuple(value.shape[axis] for axis in order)
-    return [kept(walk, value, shape, _moved(value, order.index), points_into=value.points_into)]
+    return [kept(walk, value, shape, _moved(value, order.index), indexed_rows=value.indexed_rows)]
 
 
 def _moved(value: Value, move: Any) -> Placement:
@@ -126,7 +126,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = list(values[0].shape or ())
     for value in values:
         shape = [
-            mine if rows_in(mine, walk.rows) or isinstance(size_, Dim) else size_
+            mine if row_symbol(mine, walk.rows) or isinstance(size_, Dim) else size_
             for mine, size_ in zip(value.shape or (), shape, strict=True)
         ]
     if all(is_sharded(value) and shard_of(value).axis == at for value in values) and len(values) > 1:
@@ -134,7 +134,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         sizes = tuple(value.shape[at] for value in values)  # type: ignore[index]
         shape[at] = dims.symbol(walk.new_rows(op, sizes)) if size is None else size
         is_even = all(block == blocks[0] for block in blocks)
-        return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), same_scale(walk, values))]
+        return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), common_scale(walk, values))]
     if any(is_sharded(value) and shard_of(value).axis == at for value in values):
         raise NoRule  # each replica would add the replicated values once more
     known = {i: mine for i, mine in enumerate(shape) if i != at}
@@ -184,7 +184,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
                 raise NoRule
         elif value.rank > axis and value.shape[axis] != 1:  # type: ignore[index]
             raise NoRule
-    return first.placement, same_scale(walk, values)
+    return first.placement, common_scale(walk, values)
 
 
 @rule("Unpack")
@@ -231,7 +231,7 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     refuse_if(is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0))
     replicated(walk, [paddings])
     if op.type == "MirrorPadGrad":
-        no_extremes([value])
+        refuse_extremes([value])
     if op.type == "PadV2" and not ins[2].is_zero:
         refuse_if(is_partial(value))
         unscaled(walk, [value, ins[2]])
@@ -251,7 +251,7 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if not is_linear:
         unscaled(walk, [value])
     if op.type == "Cumsum":
-        no_extremes([value])
+        refuse_extremes([value])
     return [kept(walk, value, value.shape, is_uniform=False, is_zero=value.is_zero and is_linear)]
 
 
@@ -262,23 +262,23 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def broadcast_to(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Repeats a value, for each row if the shape has rows."""
     value, sizes = ins
-    return [_of_shape(walk, op, value, sizes)]
+    return [_broadcast_to_sizes(walk, op, value, sizes)]
 
 
 @rule("Fill")
 def fill(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Repeats a number."""
     sizes, value = ins
-    return [_of_shape(walk, op, value, sizes)]
+    return [_broadcast_to_sizes(walk, op, value, sizes)]
 
 
-def _of_shape(walk: Walk, op: Any, value: Value, sizes: Value) -> Value:
+def _broadcast_to_sizes(walk: Walk, op: Any, value: Value, sizes: Value) -> Value:
     """Returns a value broadcast to sizes, which may not be known."""
     if sizes.const is not None:
         return _repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)
     refuse_if(is_sharded(value))
     shape = walk.shape(op.outputs[0])
-    if shape is None or any(rows_in(size, walk.rows) or isinstance(size, Dim) for size in shape):
+    if shape is None or any(row_symbol(size, walk.rows) or isinstance(size, Dim) for size in shape):
         raise NoRule  # whether it has rows is not known
     return kept(walk, value, shape)
 
@@ -289,7 +289,7 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
     if is_total and not is_sharded(value):
         return kept(walk, value, tuple(shape))
     offset = len(shape) - value.rank
-    with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
+    with_rows = [axis for axis, size in enumerate(shape) if row_symbol(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
         refuse_if(shape[axis + offset] != sizes[axis])  # the shape has a different number of rows
@@ -319,7 +319,7 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
                 return [kept(walk, value, tuple(shape), Shard(axis, dims.multiply(blocks, times[axis])))]
             raise NoRule
         return [kept(walk, value, tuple(shape))]
-    if not any(rows_in(count, walk.rows) for count in times):
+    if not any(row_symbol(count, walk.rows) for count in times):
         return [kept(walk, value, walk.shape(op.outputs[0], {i: s for i, s in enumerate(shape) if s is not None}))]
     return [_repeated(walk, value, shape, multiples.is_total)]
 
@@ -327,7 +327,7 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 # -- slices ------------------------------------------------------------------------------------------------------------
 
 
-@rule("StridedSlice", takes_numbers=True)
+@rule("StridedSlice", takes_row_indices=True)
 def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Slices dimensions other than that of rows."""
     value, *limits = ins
@@ -355,7 +355,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if found is not None:
             known[at] = found
         at += 1
-    return [kept(walk, value, walk.shape(op.outputs[0], known), placement, points_into=value.points_into)]
+    return [kept(walk, value, walk.shape(op.outputs[0], known), placement, indexed_rows=value.indexed_rows)]
 
 
 def _length(part: slices.Part, size: Size) -> Size:

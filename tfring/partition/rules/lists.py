@@ -9,14 +9,14 @@ from typing import Any
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
 from tfring.partition.rules.table import NoRule, Walk, refuse_if, replicated, rule, scale_of, shard_of
-from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
+from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, row_symbol
 
 
 @rule("TensorListReserve", "EmptyTensorList")
 def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Creates a list without items."""
     count = ins[1].const
-    refuse_if(count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total)  # an item for each row
+    refuse_if(count is not None and row_symbol(count.item(), walk.rows) and not ins[1].is_total)  # an item for each row
     length = (count.item(),) if count is not None and op.type == "TensorListReserve" else None
     return [Value(length, is_list=True, is_empty=True)]
 
@@ -88,7 +88,7 @@ def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(op.outputs[0]))]
 
 
-@rule("OptionalFromValue", takes_numbers=True)
+@rule("OptionalFromValue", takes_row_indices=True)
 def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns a value that a branch passes to its gradient, as a list with one item."""
     refuse_if(len(ins) != 1)
@@ -101,7 +101,7 @@ def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(None, is_list=True, is_empty=True)]
 
 
-@rule("OptionalGetValue", takes_numbers=True)
+@rule("OptionalGetValue", takes_row_indices=True)
 def optional_value(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns the value, in the branch that had it."""
     [value] = ins

@@ -11,7 +11,7 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     kept,
-    no_extremes,
+    refuse_extremes,
     refuse_if,
     rule,
     scale_of,
@@ -26,7 +26,7 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
-    rows_in,
+    row_symbol,
     times,
 )
 
@@ -62,7 +62,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         # Along other axes a replica holds all entries.
         count = value.shape[axis]
         per_count = Value((), const=_scalar(count)).over(walk.rows)
-        if per_count is None or rows_in(count, walk.rows) is None:
+        if per_count is None or row_symbol(count, walk.rows) is None:
             raise NoRule
         scale = times(scale, per_count, -1)
     elif op.type in ("Max", "Min", "All", "Any"):
@@ -105,7 +105,7 @@ def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Sums over all axes except that of the channels."""
     [value] = ins
     refuse_if(value.shape is None)
-    no_extremes(ins)
+    refuse_extremes(ins)
     channels = 1 if op.get_attr("data_format") == b"NCHW" else value.rank - 1
     if is_sharded(value) and shard_of(value).axis != channels:
         return [kept(walk, value, walk.shape(op.outputs[0]), Partial(), is_uniform=False)]

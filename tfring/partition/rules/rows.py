@@ -8,11 +8,11 @@ from typing import Any
 from tfring.partition.rules.table import (
     Walk,
     beside,
+    common_scale,
     kept,
-    no_extremes,
+    refuse_extremes,
     refuse_if,
     rule,
-    same_scale,
     scale_of,
     scale_of_power,
     shape_of,
@@ -116,8 +116,8 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_sharded(value):
         channels = 1 if op.type == "BiasAdd" and op.get_attr("data_format") == b"NCHW" else value.rank - 1
         refuse_if(shard_of(value).axis == channels or (is_partial(bias) and not bias.is_zero))
-        return [Value(value.shape, value.placement, same_scale(walk, ins))]
-    no_extremes(ins)
+        return [Value(value.shape, value.placement, common_scale(walk, ins))]
+    refuse_extremes(ins)
     placement, scale = summed(walk, ins)
     return [Value(value.shape, placement, scale)]
 
@@ -126,7 +126,7 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a gradient that is linear in the incoming gradient."""
     sizes, value = ins
-    no_extremes([value])
+    refuse_extremes([value])
     refuse_if(is_sharded(value) and shard_of(value).axis)
     shape = walk.shape(op.outputs[0]) if sizes.const is None else tuple(sizes.const.tolist())
     return [kept(walk, value, shape, is_uniform=False)]

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.partition import constants
-from tfring.partition.rules.table import NoRule, Walk, no_extremes, refuse_if, replicated, rule, scale_of, unscaled
+from tfring.partition.rules.table import NoRule, Walk, refuse_extremes, refuse_if, replicated, rule, scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     UNSCALED,
@@ -21,7 +21,7 @@ from tfring.partition.types import (
     is_drawn,
     is_replicated,
     is_sharded,
-    rows_in,
+    row_symbol,
 )
 
 _LOOKED_AT = 64
@@ -31,7 +31,7 @@ _LOOKED_AT = 64
 def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Returns a constant, the same on all replicas."""
     [output] = op.outputs
-    value = Value(tuple(output.shape.as_list()), const=constants.of_constant(op))
+    value = Value(tuple(output.shape.as_list()), const=constants.const_integers(op))
     if (output.dtype.is_floating or output.dtype.is_integer) and output.shape.num_elements() <= _LOOKED_AT:
         value.is_zero = not tf.make_ndarray(op.get_attr("value")).any()
     return [value]
@@ -67,7 +67,7 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds to a variable, if the sum is one of the whole batch."""
     handle, value = ins
     before = walk.contents.get(handle.handle, Value(None))
-    no_extremes([before, value])
+    refuse_extremes([before, value])
     refuse_if((before.placement, before.scale) != (value.placement, scale_of(walk, value)))
     is_zero = before.is_zero and value.is_zero
     walk.contents[handle.handle] = dataclasses.replace(before, is_zero=is_zero)
@@ -102,7 +102,7 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             return [Value((), of_all)]
         raise NoRule
     shape = tuple(np.ravel(sizes.const).tolist())
-    with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
+    with_rows = [axis for axis, size in enumerate(shape) if row_symbol(size, walk.rows)]
     with_rows = [] if sizes.is_total else with_rows
     refuse_if(with_rows and (not is_own or _draws_alike(op)))  # each would draw the numbers of the first rows
     refuse_if(len(with_rows) > 1)

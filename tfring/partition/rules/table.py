@@ -21,7 +21,7 @@ from tfring.partition.types import (
     is_sharded,
     kept_rows,
     own_rows,
-    rows_in,
+    row_symbol,
     times,
 )
 
@@ -69,23 +69,23 @@ Rule = Callable[[Walk, Any, Sequence[Value]], list[Value]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
+def rule(*types: str, takes_row_indices: bool = False) -> Callable[[Rule], Rule]:
     """Adds a rule for operations of these types to the table.
 
     Args:
       *types: Types of the operations.
-      takes_numbers: Whether the rule accepts numbers of rows counted from each replica's first row, and determines
+      takes_row_indices: Whether the rule accepts numbers of rows counted from each replica's first row, and determines
         which results are such numbers. Other rules get numbers of rows of the whole batch.
     """
 
     def add(function: Rule) -> Rule:
         def of_all_rows(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-            with_numbers(ins)
+            refuse_row_indices(ins)
             return function(walk, op, ins)
 
         for name in types:
             assert name not in RULES, name
-            RULES[name] = function if takes_numbers else of_all_rows
+            RULES[name] = function if takes_row_indices else of_all_rows
         return function
 
     return add
@@ -155,7 +155,7 @@ def _is_mean_of(scale: Scale, mine: Scale) -> bool:
     return times(scale, mine, -1) == PER_MEAN
 
 
-def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
+def common_scale(walk: Walk, values: Iterable[Value]) -> Scale:
     """Returns the common scale of values. Zeros fit any scale."""
     counted = _counted(values)
     scales = {scale_of(walk, value) for value in counted}
@@ -198,7 +198,7 @@ def kept(
     return Value(shape, value.placement if placement is None else placement, **fields)
 
 
-def no_extremes(values: Iterable[Value]) -> None:
+def refuse_extremes(values: Iterable[Value]) -> None:
     """Raises NoRule if a value is a maximum or a minimum over rows, because sums of these are not."""
     refuse_if(any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values))
 
@@ -212,12 +212,14 @@ def shard_of(value: Value) -> Shard:
 def beside(walk: Walk, values: Iterable[Value]) -> None:
     """Raises NoRule if values have different rows, such as those of two masks, even if their numbers are equal."""
     found = {
-        rows_in(value.shape[shard_of(value).axis], walk.rows) for value in values if is_sharded(value) and value.shape
+        row_symbol(value.shape[shard_of(value).axis], walk.rows)
+        for value in values
+        if is_sharded(value) and value.shape
     }
     refuse_if(len(found - {None}) > 1)
 
 
-def with_numbers(values: Iterable[Value]) -> None:
+def refuse_row_indices(values: Iterable[Value]) -> None:
     """Raises NoRule if a value holds numbers of rows, which are counted from each replica's first."""
-    if any(value.points_into is not None for value in values):
+    if any(value.indexed_rows is not None for value in values):
         raise NoRule
