@@ -521,8 +521,8 @@ class Statistics:
     """Staleness and waiting of the gradients of an epoch; those of all workers once they have met at its end.
 
     Attributes:
-      array: Array of float64: counts of each staleness, the last one for all that are larger; counts of waits by `WAITS`; the
-        number of waits, their sum in seconds, and the number of dropped gradients.
+      array: Array of float64: counts of each staleness, the last one for all that are larger; counts of waits by
+        `WAITS`; the number of waits, their sum in seconds, and the number of dropped gradients.
       rows: Number of this worker's rows in the epoch; its steps if the rows are unknown.
     """
 
