@@ -345,6 +345,7 @@ def realtime_without_limit(wanted):
     usual = limit.read_text()
     try:
         if wanted:
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the limit, too
             limit.write_text("-1")
         with realtime(wanted):
             yield
