@@ -341,17 +341,18 @@ def realtime_without_limit(wanted):
     By default it takes such threads off their core for 50 ms in each second. Ranks that wait for each other then wait
     for the pauses of all cores, and a call of half a second has one or none.
     """
+    if not wanted:
+        yield
+        return
     limit = pathlib.Path("/proc/sys/kernel/sched_rt_runtime_us")
     usual = limit.read_text()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the limit, too
     try:
-        if wanted:
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the limit, too
-            limit.write_text("-1")
-        with realtime(wanted):
+        limit.write_text("-1")
+        with realtime(True):
             yield
     finally:
-        if wanted:
-            limit.write_text(usual)
+        limit.write_text(usual)
 
 
 def to_realtime():
