@@ -250,13 +250,7 @@ class ServerUpdater(Updater):
 
     @contextlib.contextmanager
     def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:
-        """Begins and ends a pass over batches on the servers.
-
-        Args:
-          epoch_iterator: The RingEpochIterator.
-          loop: Its Loop; None if nothing is trained or evaluated.
-          inside: The context manager of the pass itself.
-        """
+        """Begins and ends a pass over batches on the servers; see `Updater.around_pass`."""
         is_training = loop is not None and loop.kind == "train"
         if is_training:
             self._begin_training()
