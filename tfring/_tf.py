@@ -23,6 +23,7 @@ from tensorflow.core.framework import (
 
 # Comments say why each is needed. `tf.distribute` has no public way to write a strategy outside of TensorFlow.
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on where it was turned off
+from tensorflow.python.autograph.core import config as _autograph_config  # packages that AutoGraph leaves as they are
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
@@ -99,6 +100,8 @@ READS = (
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp", "Identity"),
     *("LookupTableFindV2", "LookupTableSizeV2"),
 )
+# AutoGraph converts a user's functions that tfring calls (`strategy.run`), but not tfring's own, as with Keras'.
+_autograph_config.CONVERSION_RULES += (_autograph_config.DoNotConvert("tfring"),)
 _MAX_GRAPH_BYTES = 64 << 20  # of arrays; the graph of a dataset is several times as large as its arrays
 
 

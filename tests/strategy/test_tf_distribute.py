@@ -234,6 +234,77 @@ def test_a_custom_loop(n, communication, logical_cpus):
     assert all(result == results[0] for result in results)
 
 
+def python_control_flow():
+    """AutoGraph converts a step in `run`, and a loop over a distributed dataset, as under TensorFlow's strategies."""
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.autograph.impl import conversion
+
+    import tfring
+
+    ring = ring_strategy()
+    keras.utils.set_random_seed(1)
+    x = np.linspace(-3, 2, 18, dtype="float32").reshape(18, 1) ** 3
+    data = tf.data.Dataset.from_tensor_slices((x, 2 * x + 1)).batch(6)
+    with ring.scope():
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(1e-3)
+        optimizer.build(model.trainable_variables)
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+
+    def gradients_of(model, count, x, y):
+        with tf.GradientTape() as tape:
+            errors = tf.abs(model(x) - y)
+            if count % 2 == 0:
+                errors = errors**2
+            loss = tf.reduce_sum(errors) / 6
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    def step(x, y):
+        loss, gradients = gradients_of(model, optimizer.iterations, x, y)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        found = tf.constant(0)
+        for row in x:
+            if row[0] > 0:
+                found += 1
+        return loss, found
+
+    @tf.function
+    def epoch(dataset):
+        total, found = 0.0, 0
+        for x, y in dataset:
+            losses, counts = ring.run(step, args=(x, y))
+            total += ring.reduce("SUM", losses, axis=None)
+            found += tfring.all_reduce(ring.reduce("SUM", counts, axis=None), "max")
+        return total, found
+
+    @tf.function
+    def epoch_alone():
+        total = 0.0
+        for count, (x, y) in data.enumerate():
+            loss, gradients = gradients_of(alone, count, x, y)
+            for variable, gradient in zip(alone.trainable_variables, gradients, strict=True):
+                variable.assign_sub(1e-3 * gradient)
+            total += loss
+        return total
+
+    want = epoch_alone()
+    total, found = epoch(ring.experimental_distribute_dataset(data))
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    assert int(found) == np.sum(x > 0)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for own in (tfring.all_reduce, ring.reduce, ring.run, optimizer.apply_gradients):  # to convert them takes seconds
+        assert conversion.is_allowlisted(own), own
+    return True
+
+
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
+def test_python_control_flow_in_a_step(n, communication, logical_cpus):
+    assert workers(n, communication, logical_cpus=logical_cpus).run(python_control_flow) == [True] * n
+
+
 def rowless_replicas():
     """One row for all replicas: the mean over the rows of a replica without any is NaN, and so is its gradient."""
     import keras

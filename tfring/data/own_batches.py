@@ -29,13 +29,11 @@ def split_own_batches(
     options = dataset.options()
     constants = plan_of(dataset).constants
 
-    @tf.autograph.experimental.do_not_convert
     def cut(*components: Any) -> tf.data.Dataset:
         batch = check_equal_rows(forget_rows(as_element(components, dataset.element_spec), constants))
         rows = tf.cast(num_rows(batch), tf.int64)
         steps = tf.minimum(rows, world_size)  # none without rows
 
-        @tf.autograph.experimental.do_not_convert
         def part(i: tf.Tensor) -> Shares:
             own = slice_rows(batch, *bounds(rows, i, steps))
             cuts = [bounds(num_rows(own), replica, replicas_per_worker) for replica in range(replicas_per_worker)]

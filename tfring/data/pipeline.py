@@ -53,10 +53,7 @@ def _numbers(arrays: Any) -> tf.data.Dataset:
         return tf.data.Dataset.range(min(map(len, tf.nest.flatten(arrays))))
     files = _reapply(arrays.steps, tf.data.Dataset.range(len(arrays.files)), "numbers")
     bounds = tf.constant(arrays.bounds)
-    numbers = tf.autograph.experimental.do_not_convert(
-        lambda file: tf.data.Dataset.range(bounds[file], bounds[file + 1])
-    )
-    return _tf.interleaved_like(arrays.reads, files, numbers)
+    return _tf.interleaved_like(arrays.reads, files, lambda file: tf.data.Dataset.range(bounds[file], bounds[file + 1]))
 
 
 def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: ReplicaRange) -> tf.data.Dataset:
@@ -71,7 +68,6 @@ def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: 
     packed = not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(spec))
     if packed and maps:
         # Rows of different shapes cannot be batched; a variant and a digest of each row can.
-        @tf.autograph.experimental.do_not_convert
         def pack(*components: Any) -> tuple[tf.Tensor, tf.Tensor]:
             row = as_element(components, spec)
             return _tf.packed(spec, row), fingerprint.of_row(row, left_out)
@@ -80,7 +76,6 @@ def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: 
     batches = rows.batch(size, drop_remainder)
     most, own_rows = _own_rows(rows, size, drop_remainder, parts.whole, replica_range)
 
-    @tf.autograph.experimental.do_not_convert
     def wanted(*components: Any) -> tuple[tf.Tensor, Any]:
         batch = as_element(components, batches.element_spec)
         if packed and maps:
@@ -103,7 +98,6 @@ def _batched(rows: tf.data.Dataset, maps: list, parts: Batching, replica_range: 
     dataset = _tf.unbatched(dataset)
     if packed:
 
-        @tf.autograph.experimental.do_not_convert
         def unpack(about: tf.Tensor, variant: tf.Tensor) -> tuple[tf.Tensor, Any]:
             return about, _tf.unpacked(spec, variant)
 
@@ -118,7 +112,6 @@ def _batched_by_number(
     size, drop_remainder = parts.batch.arguments["batch_size"], parts.batch.arguments["drop_remainder"]
     most, own_rows = _own_rows(rows, size, drop_remainder, parts.whole, replica_range)
 
-    @tf.autograph.experimental.do_not_convert
     def wanted(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
         total = tf.shape(numbers, tf.int64)
         about = tf.concat([total, fingerprint.of_digests(numbers)], 0)
@@ -186,7 +179,6 @@ def _reapply_step(step: _tf.DatasetStep, dataset: tf.data.Dataset) -> tf.data.Da
 
 
 def _reapply_map(function: Any, parallel: int | None, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    @tf.autograph.experimental.do_not_convert
     def mapped(about: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
         return about, _tf.call_map_function(function, element)
 

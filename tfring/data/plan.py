@@ -266,7 +266,6 @@ def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list[_t
     made = []
     for number, arguments in maps:
         function = functools.partial(_mapped_component, datasets, dataset.element_spec, number, arguments["function"])
-        function = tf.autograph.experimental.do_not_convert(function)
         dataset = dataset.map(function, num_parallel_calls=arguments["num_parallel_calls"])
         made.append(_tf.dataset_step(dataset))
     return source, made

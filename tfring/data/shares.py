@@ -161,7 +161,6 @@ class WorkerDataset(NamedTuple):
         """Returns the dataset of `Shares`."""
         spec = self.dataset.element_spec
 
-        @tf.autograph.experimental.do_not_convert
         def cut(*components: Any) -> Shares:
             return self.cut(pipeline.as_element(components, spec))
 
@@ -234,7 +233,6 @@ def single_shares(
     if replicas_per_worker == 1:
         return shares.map(lambda s: own(s.parts[0], s.rows[0]))
 
-    @tf.autograph.experimental.do_not_convert
     def elements(s: Shares) -> tf.data.Dataset:
         parts = map(own, s.parts, s.rows)
         concatenate: Callable = tf.data.Dataset.concatenate

@@ -175,7 +175,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _get_cross_device_ops(self, value: Any) -> RingAllReduce:
         return self._cross_device_ops
 
-    @tf.autograph.experimental.do_not_convert
     def _replica_ctx_all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, options: Any = None) -> Any:
         if len(self.worker_devices) > 1:
             return _tf.distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(

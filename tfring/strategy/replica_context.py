@@ -59,7 +59,6 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
         return _weighed(self, value, rows, lambda value: collective(value, axis, options))
 
 
-@tf.autograph.experimental.do_not_convert
 def _enter() -> None:
     tf.distribute.get_replica_context().__class__ = RingReplicaContext
 

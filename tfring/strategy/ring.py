@@ -208,7 +208,6 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         remember(ring)
         ring.lines = RunLines(ring, getattr(self, "num_servers", 0))
 
-    @tf.autograph.experimental.do_not_convert
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the scope of this strategy; see `tf.distribute.Strategy.scope`."""
         self.warn_of_another_cluster()
@@ -261,7 +260,6 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """The arrangement of the workers along the axes data, model and pipeline."""
         return self.ring.mesh
 
-    @tf.autograph.experimental.do_not_convert
     def run(
         self,
         fn: Callable[..., Any],
