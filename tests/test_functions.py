@@ -24,7 +24,7 @@ def exchange(with_strategy):
     me, size = tfring.rank(), tfring.world_size()
     if strategy is not None:
         assert (strategy.rank, strategy.world_size, strategy.is_chief) == (me, size, me == 0)
-    assert (tfring.local_rank(), tfring.is_chief()) == (me, me == 0)
+    assert (tfring.local_rank(), tfring.local_world_size(), tfring.is_chief()) == (me, size, me == 0)
     tfring.print_once("printed by rank", me)
     tfring.barrier()
     last = size - 1
@@ -102,6 +102,7 @@ def test_other_calls_are_named():
 
 def test_a_process_that_is_alone():
     assert (tfring.rank(), tfring.world_size(), tfring.local_rank(), tfring.is_chief()) == (0, 1, 0, True)
+    assert tfring.local_world_size() == 1
     array = np.array([1.0, 2.0])
     result = tfring.all_reduce(array, "mean")
     assert result.tolist() == [1, 2] and not np.shares_memory(result, array)

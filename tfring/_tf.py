@@ -24,6 +24,7 @@ from tensorflow.core.framework import (
 # Comments say why each is needed. `tf.distribute` has no public way to write a strategy outside of TensorFlow.
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on where it was turned off
 from tensorflow.python.autograph.core import config as _autograph_config  # packages that AutoGraph leaves as they are
+from tensorflow.python.autograph.pyct import error_utils as _autograph_errors  # errors that it raises again by type
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
@@ -81,6 +82,7 @@ from tensorflow.python.ops import op_selector as _op_selector  # the error for t
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable that no strategy mirrors
 
+from tfring.errors import TfringError
 from tfring.setting import setting
 
 Dataset = dataset_ops.DatasetV2
@@ -102,6 +104,7 @@ READS = (
 )
 # AutoGraph converts a user's functions that tfring calls (`strategy.run`), but not tfring's own, as with Keras'.
 _autograph_config.CONVERSION_RULES += (_autograph_config.DoNotConvert("tfring"),)
+_autograph_errors.KNOWN_STRING_CONSTRUCTOR_ERRORS += tuple(TfringError.__subclasses__())  # others become StagingError
 _MAX_GRAPH_BYTES = 64 << 20  # of arrays; the graph of a dataset is several times as large as its arrays
 
 

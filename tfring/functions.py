@@ -57,10 +57,18 @@ def local_rank() -> int:
     >>> local_rank()
     0
     """
-    ring, roles = _ring(), _server()
-    if roles is not None:
-        return roles.cluster_of_all().local_rank
-    return (detection.detect() if ring is None else ring.cluster).local_rank
+    return _cluster().local_rank
+
+
+def local_world_size() -> int:
+    """Returns the number of processes on the host of this process.
+
+    Connects in the same cases as `local_rank`.
+
+    >>> local_world_size()
+    1
+    """
+    return _cluster().local_world_size
 
 
 def is_chief() -> bool:
@@ -233,6 +241,14 @@ def _ring() -> Any:
     """Returns the ring of the newest strategy; None without one, and so before TensorFlow is imported."""
     runtime = sys.modules.get("tfring.runtime")
     return None if runtime is None else runtime.ring_of_process()
+
+
+def _cluster() -> Cluster:
+    """Returns the cluster of this process, whose hosts are known; see `local_rank`."""
+    ring, roles = _ring(), _server()
+    if roles is not None:
+        return roles.cluster_of_all()
+    return detection.detect() if ring is None else ring.cluster
 
 
 def _identity() -> Cluster | UnresolvedCluster:

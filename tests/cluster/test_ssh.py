@@ -115,7 +115,7 @@ def test_output_input_logs_and_variables(launch, tmp_path):
 def test_a_rank_elsewhere_fails(launch, tmp_path):
     done = run(launch("if rank == 2: raise ValueError('broken')\ntime.sleep(60)"), code=1)
     assert "[2] ValueError: broken" in done.stderr
-    assert "rank 2 failed first: exit code 1. Stopped: ranks 0 and 1." in done.stderr
+    assert "rank 2 failed first: exit code 1. Ended by the launcher: ranks 0 and 1." in done.stderr
     assert not processes_of(tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_a_host_is_lost(launch, tmp_path):
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 255, output
         assert "lost host2: ssh ended with exit code -9." in output
-        assert "rank 2 failed first: exit code 255. Stopped: ranks 0 and 1." in output
+        assert "rank 2 failed first: exit code 255. Ended by the launcher: ranks 0 and 1." in output
         eventually(lambda: not processes_of(tmp_path), f"processes were left\n{output}")
     finally:
         process.kill()

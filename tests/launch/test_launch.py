@@ -548,7 +548,7 @@ def test_a_failure_stops_the_others_and_comes_last(launch):
     )
     assert time.monotonic() - started < SOON
     *_, last = done.stderr.splitlines()
-    assert last == "tfring launch: rank 1 failed first: exit code 1. Stopped: ranks 0 and 2."
+    assert last == "tfring launch: rank 1 failed first: exit code 1. Ended by the launcher: ranks 0 and 2."
     words = done.stderr[done.stderr.rindex("[2] stopped" if "[2] stopped" in done.stderr else "stopped") :]
     assert words.index("KeyError: 'inner'") < words.index("[1] ValueError: boom")
     assert words.count("[1] Traceback (most recent call last): above\n") == 2
@@ -564,7 +564,7 @@ def test_a_traceback_shown_last_is_not_repeated(launch):
 @pytest.mark.parametrize("code", [1, 7, 255])
 def test_exit_code(launch, code):
     done = launch(2, f"if rank == 0: sys.exit({code})\ntime.sleep(600)", code=code)
-    assert f"rank 0 failed first: exit code {code}. Stopped: rank 1." in done.stderr
+    assert f"rank 0 failed first: exit code {code}. Ended by the launcher: rank 1." in done.stderr
 
 
 @pytest.mark.parametrize(("signum", "text"), [(9, "killed by SIGKILL (out of memory?"), (15, "killed by SIGTERM")])
@@ -656,7 +656,8 @@ def test_a_rank_that_left_early_is_named_with_the_peer_it_cost(launch):
         raise PeerLostError("rank 1 left the ring")
     """
     done = launch(2, script, code=1)
-    assert "rank 0 failed first: exit code 1. Before it rank 1 had ended with exit code 0." in done.stderr
+    lost = "rank 0 ended because another rank was lost: tfring.errors.PeerLostError: rank 1 left the ring. "
+    assert f"{lost}Before it rank 1 had ended with exit code 0." in done.stderr
 
 
 def test_a_rank_that_ends_well_waits_for_the_others(launch):
@@ -979,6 +980,14 @@ def test_this_machine_needs_no_ssh(tmp_path):
     assert done.returncode == 0
 
 
+def test_two_names_of_one_host_are_one_host(tmp_path):
+    tell = "import tfring\nprint(tfring.local_rank(), tfring.local_world_size(), tfring.all_reduce(rank))"
+    script = write(tmp_path, tell)
+    command = [*LAUNCH, "--hosts", "localhost:1,127.0.0.1:2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+    assert sorted(done.stdout.splitlines()) == ["0 3 3", "[1] 1 3 3", "[2] 2 3 3"], done.stderr
+
+
 def test_starts_without_tensorflow_and_numpy(tmp_path):
     """Nor does a worker have them that does not import them itself."""
     done = subprocess.run(
@@ -1123,6 +1132,14 @@ def test_an_error_of_several_paragraphs_is_told_by_the_first_two(launch):
     )
 
 
+def test_an_error_in_a_function_of_tensorflow_is_told_by_its_own_line(launch):
+    message = r"in user code:\n\n    File \"a.py\", line 3, in f  *\n        loss(x)\n\n    TypeError: no such x\n"
+    done = launch(2, f"time.sleep(0.3 * rank)\nraise RuntimeError('{message}')", code=1)
+    assert done.stderr.splitlines()[-1] == (
+        "tfring launch: ranks 0 and 1 failed with the same error: TypeError: no such x."
+    )
+
+
 @pytest.mark.parametrize("different", [0, 2])
 def test_an_error_of_one_rank_is_shown_beside_that_of_the_others(launch, different):
     script = f"time.sleep(0.3 * rank)\nif rank == {different}: raise KeyError('own')\nraise ValueError('alike')"
@@ -1167,7 +1184,7 @@ def test_an_error_after_which_all_ranks_went_on_is_not_that_which_ended_them(lau
         time.sleep(600) if rank else sys.exit(3)
     """
     done = launch(2, script, code=3)
-    assert "tfring launch: rank 0 failed first: exit code 3. Stopped: rank 1." in done.stderr
+    assert "tfring launch: rank 0 failed first: exit code 3. Ended by the launcher: rank 1." in done.stderr
 
 
 def test_a_place_that_python_marks_without_an_indent_is_folded(launch):

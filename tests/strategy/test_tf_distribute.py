@@ -295,6 +295,9 @@ def python_control_flow():
     assert int(found) == np.sum(x > 0)
     for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    outside = tf.function(lambda: optimizer.apply(model.trainable_variables, model.trainable_variables))
+    with pytest.raises(tfring.errors.ConfigurationError, match=r"(?s)in user code.*was applied outside"):
+        outside()
     for own in (tfring.all_reduce, ring.reduce, ring.run, optimizer.apply_gradients):  # to convert them takes seconds
         assert conversion.is_allowlisted(own), own
     return True

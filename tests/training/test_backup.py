@@ -305,6 +305,7 @@ def ended(folder):
     import keras
 
     import tfring
+    from tfring import seeding
 
     x, y = skewed_rows()
     ring = strategy()
@@ -317,8 +318,16 @@ def ended(folder):
         backup = tfring.callbacks.Backup(folder, **kwargs)
         return model, model.fit(x, y, epochs=epochs, verbose=0, callbacks=[backup])
 
-    model, first = fit(2)
-    again, nothing = fit(2)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tfring.callbacks.Backup, "_say", lambda backup, text: lines.append(text))
+        patch.setattr(seeding, "_seed", 7)  # as `tfring launch --seed 7` does
+        model, first = fit(2)
+        again, nothing = fit(2)
+        assert len(lines) == 2 and lines[0].endswith(".npz"), lines
+        patch.setattr(seeding, "_seed", 8)
+        fit(2)
+        assert "had seed 7, and this one has 8: " in lines[2] and "tfring launch --seed 7" in lines[2], lines
     assert again.get_weights()[0].tobytes() == model.get_weights()[0].tobytes()
     assert nothing.history == first.history and nothing.epoch == [0, 1]
     _, longer = fit(3, keep=1)

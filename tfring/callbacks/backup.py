@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
+from tfring import seeding
 from tfring._keras import randomness, resume
 from tfring._keras.callbacks import LateCallback
 from tfring._keras.seam import ring_of_model
@@ -198,7 +199,14 @@ class Backup(LateCallback, keras.callbacks.Callback):
                     f"{reply['path']} has the backup format {self._restored['format']}, but this version of tfring "
                     f"reads {_FORMAT} and {_FORMAT_OF_SHARDS}."
                 )
-            self._say(f"training continues from {reply['path']}")
+            text = f"training continues from {reply['path']}"
+            before, now = self._restored.get("seed"), seeding.current()
+            if before not in (None, now):
+                text += (
+                    f". That run had seed {before}, and this one has {'none' if now is None else now}: a program that "
+                    f"draws rows at random without a seed of its own needs `tfring launch --seed {before}`"
+                )
+            self._say(text)
 
     def _of_rank(self, states: list) -> Any:
         return states[variables.find_saved_rank(self._ring, self._restored["cluster"])]
@@ -407,6 +415,7 @@ class Backup(LateCallback, keras.callbacks.Callback):
             "epoch": self._epoch,
             "step": step,
             "stopped": bool(stopped),
+            "seed": seeding.current(),
             "cluster": variables.describe_cluster(ring),
             "executions": self._executions,
             "steps_since_due": self._steps_since_due,

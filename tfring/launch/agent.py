@@ -115,19 +115,10 @@ class _Agent:
         # Set for the program, and never seen on a command line. This process has HOME, PATH and the like from ssh.
         environ = {**os.environ, **setup["environ"]}
         workers, servers = addresses[: setup["num_workers"]], addresses[setup["num_workers"] :]
-        here = [rank for rank in ranks if rank < len(workers)]
         for rank, listener in zip(ranks, self._listeners, strict=True):
             if rank < len(workers):
-                cluster = Cluster(
-                    rank,
-                    len(workers),
-                    here.index(rank),
-                    len(here),
-                    setup["num_nodes"],
-                    tuple(workers),
-                    launch_variables.SOURCE,
-                    listener.fileno(),
-                )
+                # By the addresses: two names in --hosts may be those of one host.
+                cluster = Cluster.from_hosts(workers, rank, launch_variables.SOURCE, listener.fileno())
                 place = launch_variables.write(cluster, servers)
             else:
                 number = rank - len(workers)

@@ -680,6 +680,8 @@ class Job:
         if alike:
             error = tracebacks.summary(first.error)
             text = f"{_ranks([first, *alike])} failed with the same error: {error}"
+        elif first.has_lost_peer and first.error:
+            text = f"{first.name} ended because another rank was lost: {tracebacks.summary(first.error)}"
         early = [worker for worker in self._workers if worker.exit_code == 0]
         if early and first.has_lost_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
@@ -691,7 +693,7 @@ class Job:
             text += f" {_ranks(failed).capitalize()} failed after it."
         stopped = [worker for worker in self._workers if worker.exit_code and worker not in [*self._failed, *alike]]
         if stopped:
-            text += f" Stopped: {_ranks(stopped)}."
+            text += f" Ended by the launcher: {_ranks(stopped)}."
         text += self._describe_followup(self)
         if self._log_dir:
             text += f" Its full output: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"

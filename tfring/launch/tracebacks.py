@@ -11,6 +11,7 @@ from typing import NamedTuple
 START = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
 _FRAMES = re.compile(rb"\(most recent call last\):\r?$")  # of Python, and of the graph in TensorFlow's errors
 _OF_FRAMES = re.compile(rb"  |[\s^~]*$")  # Python marks a place in a multi-line statement without an indent
+_IN_USER_CODE = re.compile(rb"    [A-Za-z_.]+: ")
 _CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
 _FEWEST_FRAMES = 4  # lines of frames that are worth folding if the message differs
@@ -149,7 +150,9 @@ def summary(lines: Sequence[bytes]) -> str:
     """
     first = _first_of_message(lines)
     words = list(lines[first : first + 1])
-    if list(lines[first + 1 : first + 2]) == [b""]:
+    if words and words[0].endswith(b"in user code:"):  # an error in a tf.function, with its frames before its text
+        words = [line for line in lines[first + 1 :] if _IN_USER_CODE.match(line)][-1:] or words
+    elif list(lines[first + 1 : first + 2]) == [b""]:
         paragraphs = [line for line in lines[first + 1 :] if not _OF_FRAMES.match(line) and not _FRAMES.search(line)]
         words += paragraphs[:1]
     text = _COLOR.sub(b"", b" ".join(word.strip() for word in words)).decode(errors="replace")
