@@ -10,6 +10,7 @@ so a rank runs them on its rows alone. Each row is shifted by random numbers tha
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 import tempfile
 
@@ -39,7 +40,7 @@ def write(folder, data, num_files=4):
     return files
 
 
-def read(files):
+def read(files, num_rows):
     """Returns batches of `([rows, 8, 8, 1], [rows])`, each row of a share parsed and shifted by up to a pixel."""
     features = {
         "pixels": tf.io.FixedLenFeature([64], tf.float32),
@@ -57,12 +58,14 @@ def read(files):
         return tf.slice(tf.pad(image, [[1, 1], [1, 1], [0, 0]]), [moved[0], moved[1], 0], [8, 8, 1])
 
     records = tf.data.TFRecordDataset(files).shuffle(2_000, seed=1)
-    return records.apply(tfring.data.share(BATCH)).map(parse, num_parallel_calls=2).prefetch(2)
+    batches = records.apply(tfring.data.share(BATCH)).map(parse, num_parallel_calls=2).prefetch(2)
+    # TensorFlow does not know how many records a file has, and Keras warns at the end of such a dataset.
+    return batches.apply(tf.data.experimental.assert_cardinality(math.ceil(num_rows / BATCH)))
 
 
 def train(strategy, files, data, epochs):
     """Trains a small convolutional network; returns its history and the accuracy on the test rows."""
-    *_, x_test, y_test = data
+    x, _, x_test, y_test = data
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential(
@@ -74,7 +77,7 @@ def train(strategy, files, data, epochs):
             ]
         )
         model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy", metrics=["accuracy"])
-    history = model.fit(read(files), epochs=epochs, verbose=2).history
+    history = model.fit(read(files, len(x)), epochs=epochs, verbose=2).history
     _, accuracy = model.evaluate(np.reshape(x_test, [-1, 8, 8, 1]), y_test, verbose=0)
     return history, float(accuracy)
 

@@ -105,7 +105,7 @@ def _text(document: dict[str, Any], difference: float) -> str:
         f"tfring test: {workers} on {hosts}, from {cluster['source']}; {document['steps']} steps of "
         f"{document['rows_per_step']} rows\n\n"
         f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
-        "(a model too small to say how much larger ones gain)\n"
+        "(this model is too small to predict the gain of larger ones)\n"
         f"Weights        differ from those of one process by {difference:.1e} of a variable's largest value; "
         f"{document['tolerance']:g} is allowed\n\n{document['verdict']}"
     )

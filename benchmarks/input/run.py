@@ -9,7 +9,8 @@ one core, as if it had a host of its own: TensorFlow runs maps without state on 
 Shown is the shortest of three epochs after the first.
 
 Then pictures in memory, in TFRecords and in a folder (pictures.py), in interleaved rounds: Keras alone, two workers,
-two that exchange nothing, and Horovod (made by ../collectives/make_horovod.sh).
+two that exchange nothing, two that only wait for each other in each step, and Horovod (made by
+../collectives/make_horovod.sh).
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ sys.path.insert(0, str(HERE.parent))
 
 import contest  # noqa: E402
 
-KERAS, TFRING, APART, OLD, HOROVOD = ("plain", 1), ("tfring", 2), ("apart", 2), ("old", 1), ("horovod", 2)
+KERAS, TFRING, APART, MEETING = ("plain", 1), ("tfring", 2), ("apart", 2), ("meeting", 2)
+OLD, HOROVOD = ("old", 1), ("horovod", 2)
 # (contestant, workers): heading, whether it runs under Horovod's Python, module it needs
 COLUMNS = {
     KERAS: ("Keras alone", False, "tensorflow"),
     TFRING: ("two workers", False, "tensorflow"),
     APART: ("two, nothing exchanged", False, "tensorflow"),
+    MEETING: ("two, one number exchanged a step", False, "tensorflow"),
     OLD: ("tf.keras of Horovod's TensorFlow", True, "tensorflow"),
     HOROVOD: ("Horovod, two workers", True, "horovod.tensorflow"),
 }
-RATIOS = {"two workers over one": KERAS, "over two that exchange nothing": APART, "over Horovod": HOROVOD}
+RATIOS = {
+    "two workers over one": KERAS,
+    "over two that exchange nothing": APART,
+    "over two that exchange one number": MEETING,
+    "over Horovod": HOROVOD,
+}
 KINDS = {"memory": "in memory", "records": "in TFRecords", "folder": "in a folder, by `image_dataset_from_directory`"}
 BATCH, STEPS = 128, (12, 64)
 INPUTS = {"waiting": "203 rows, 5 ms of waiting each", "jpeg": "1,024 JPEG files of 256 x 256"}

@@ -131,6 +131,35 @@ class DividedApart(Divided):
         return models.tables_task(self.parts)
 
 
+class Meeting(Apart):
+    """Each on its share of the rows; one number is reduced in each step, for which workers wait for each other."""
+
+    def start(self) -> None:
+        os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
+        place = {"cluster": {"worker": list(contest.addresses())}, "task": {"type": "worker", "index": self.rank}}
+        os.environ["TF_CONFIG"] = json.dumps(place)
+        super().start()
+        from tfring import Communicator
+        from tfring.cluster import detect
+
+        self.communicator = Communicator.connect(detect())
+
+    def model(self, task):
+        made, tf = super().model(task), self.tf
+
+        def meet():
+            return self.communicator.all_reduce(np.zeros(1, np.float32))
+
+        class Met(type(made)):
+            def train_step(self, data):
+                logs = super().train_step(data)
+                tf.numpy_function(meet, [], tf.float32)
+                return logs
+
+        made.__class__ = Met
+        return made
+
+
 class Microbatched(Plain):
     """The whole deep model on each worker, a microbatch a step, and nothing exchanged: what stages compute in all."""
 
@@ -275,6 +304,7 @@ class Torch(Plain):
 MAKERS = {
     "plain": Plain,
     "apart": Apart,
+    "meeting": Meeting,
     "tfring": Tfring,
     "sharded": Sharded,
     "divided": Divided,

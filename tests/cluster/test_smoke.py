@@ -25,7 +25,7 @@ def test_two_on_this_machine(start):
     title, _, rows, weights, _, verdict = out.splitlines()
     assert title == "tfring test: 2 workers on 1 host, from tfring launch; 60 steps of 256 rows"
     numbers = r"Rows a second  [\d,]+ with 2 workers, [\d,]+ with rank 0 alone"
-    assert re.fullmatch(numbers + r" \(a model too small to say how much larger ones gain\)", rows)
+    assert re.fullmatch(numbers + r" \(this model is too small to predict the gain of larger ones\)", rows)
     found = re.fullmatch(r"Weights        differ .* by (\S+) of a variable's largest value; 0.001 is allowed", weights)
     assert found and float(found[1]) < 1e-4
     assert verdict == "Passed: the weights are those of one process."

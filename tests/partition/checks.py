@@ -23,6 +23,9 @@ class InOneProcess:
     def __init__(self, rows):
         self.rows = rows
 
+    def note_lines(self, name, lines):
+        pass
+
     def others(self):
         return []
 

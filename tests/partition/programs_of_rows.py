@@ -67,6 +67,16 @@ def _negatives(p, y, ids):
     return tf.reduce_mean(both[0] + both[1])
 
 
+def _masked_negatives(p, y, ids):
+    """Of pairs of rows with one id only the diagonal counts."""
+    logits = tf.matmul(p, y, transpose_b=True)
+    others = (ids[:, None] == ids[None, :]) & ~tf.eye(tf.shape(ids)[0], dtype=tf.bool)
+    logits = tf.where(others, tf.constant(-1e3, logits.dtype), logits)
+    own = tf.linalg.diag_part(tf.nn.log_softmax(logits))
+    margins = tf.nn.relu(1.0 + logits - tf.linalg.diag_part(logits)[:, None])
+    return tf.reduce_mean(tf.linalg.set_diag(margins, tf.zeros_like(own))) - tf.reduce_mean(own)
+
+
 def _kept(p, y, ids):
     kept = ids > 1
     errors = tf.boolean_mask(p, kept) - tf.boolean_mask(y, kept)
@@ -169,6 +179,7 @@ PROGRAMS = {
     "pairs of kept rows": (_gradient(_pairs), None),
     "none are kept": (_gradient(_selection_or_nothing), None),
     "negatives": (_gradient(_negatives), None),
+    "masked negatives": (_gradient(_masked_negatives), None),
     "loop": (_gradient(_in_a_loop), None),
     "a state of each row": (_recurrent(lambda states, ids: tf.reduce_mean(tf.gather(states, ids, batch_dims=1))), None),
     "states up to the largest": (
@@ -282,7 +293,7 @@ OF_NUMBERS = {
 }
 
 NAMES = {  # of what is exchanged, as `tfring report` shows them
-    "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows for a result"],
+    "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows of batch x batch for a result"],
     "sorted": ["step, exchange 1: rows for TopKV2"],
     "an assertion": ["step, exchange 1: min for If", "step, exchange 2: sum for a result"],
 }
@@ -295,7 +306,7 @@ def main(whole):
             analysis, exchanged = replicas.run(function, X, Y, IDS, sizes=sizes, tolerance=1e-8)
             assert not analysis.findings, (name, analysis.findings)
             assert exchanges in (None, len(exchanged)), (name, exchanged)
-            assert exchanged == NAMES.get(name, exchanged)
+            assert exchanged == NAMES.get(name, exchanged), name
     for number, (name, of_numbers) in enumerate(OF_NUMBERS.items()):
         for sizes in SIZES if whole else [SIZES[number % 3]]:
             analysis, _ = replicas.run(functools.partial(_on_numbers, of_numbers), X, sizes=sizes, tolerance=1e-8)

@@ -21,6 +21,7 @@ class Meeting:
     def __init__(self, size):
         self.size = size
         self.names = []
+        self.lines = {}  # of the program, by the name of the exchange that they need
         self._brought = [None] * size
         self._barrier = threading.Barrier(size, timeout=_SECONDS)
 
@@ -46,6 +47,9 @@ class Exchange:
         self.replica = replica
         self._meeting = meeting
         self._last = None
+
+    def note_lines(self, name, lines):
+        self._meeting.lines[name] = lines
 
     def others(self):
         return []

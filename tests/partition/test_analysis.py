@@ -7,6 +7,7 @@ from checks import check
 
 from tfring import partition
 from tfring.partition import conversions, marks
+from tfring.partition.dims import Dim
 from tfring.partition.types import Partial
 
 X = np.random.default_rng(1).normal(size=(8, 4))
@@ -47,6 +48,42 @@ def test_means_over_rows_are_what_they_are(loss):
     assert not analysis.findings
     assert not any(conversions.needs_collective(edit.value, edit.conversion) for edit, _ in analysis.edits)
     assert value.placement == Partial()
+
+
+def _logits(x):
+    return tf.matmul(x, x + 1.0, transpose_b=True)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: tf.reduce_mean(_logits(x) * (1.0 - tf.eye(tf.shape(x)[0], dtype=x.dtype))),
+        lambda x: tf.reduce_mean(tf.where(tf.eye(tf.shape(x)[0], dtype=tf.bool), _logits(x), _logits(x) ** 2)),
+        lambda x: tf.reduce_mean(_logits(x) - tf.linalg.diag(tf.ones(tf.shape(x)[:1], x.dtype))),
+        lambda x: tf.reduce_mean(tf.linalg.diag_part(tf.nn.log_softmax(_logits(x)))),
+        lambda x: tf.reduce_mean(tf.nn.relu(_logits(x) - tf.linalg.diag_part(_logits(x))[:, None])),
+        lambda x: tf.linalg.trace(_logits(x)) / tf.cast(tf.shape(x)[0], x.dtype),
+    ],
+)
+def test_diagonals_of_pairs_of_rows_exchange_no_pairs(loss):
+    def with_gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x)
+        return value, tape.gradient(value, x)
+
+    _, analysis = check(with_gradient, X, expected="same", tolerance=1e-7)
+    assert not analysis.findings
+    sent = [edit.value.shape for edit, _ in analysis.edits if conversions.needs_collective(edit.value, edit.conversion)]
+    assert sent and all(sum(isinstance(size, Dim) for size in shape) <= 1 for shape in sent), sent
+
+
+def test_the_diagonal_that_is_set_exchanges_no_pairs():
+    """Except in its gradient, whose sizes TensorFlow computes in branches."""
+    function = lambda x: tf.reduce_logsumexp(tf.linalg.set_diag(_logits(x), x[:, 0] - 1.0), 1)  # noqa: E731
+    _, analysis = check(function, X)
+    sent = [edit.value.shape for edit, _ in analysis.edits if conversions.needs_collective(edit.value, edit.conversion)]
+    assert sent and all(sum(isinstance(size, Dim) for size in shape) <= 1 for shape in sent), sent
 
 
 @pytest.mark.parametrize(

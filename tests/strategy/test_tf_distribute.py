@@ -308,6 +308,81 @@ def test_python_control_flow_in_a_step(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(python_control_flow) == [True] * n
 
 
+def own_and_first_values():
+    """A variable that nothing aggregates starts alike on each replica; one of the first replica is equal on all."""
+    import tensorflow as tf
+
+    ring = ring_strategy()
+    how = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    with ring.scope():
+        own = tf.Variable(2.0, trainable=False, synchronization=tf.VariableSynchronization.ON_READ)
+        first, count = (tf.Variable(zero, trainable=False, aggregation=how) for zero in (0.0, 0))
+        is_set = tf.Variable(False, trainable=False, aggregation=how)
+        table = tf.Variable(tf.zeros([9, 2]), trainable=False, aggregation=how)
+
+    def step(number):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        first.assign(number)
+        count.assign_add(tf.cast(number, tf.int32))
+        is_set.assign(tf.equal(number, 1.0))
+        table.scatter_add(tf.IndexedSlices(tf.fill([1, 2], number), tf.reshape(replica, [1])))
+        own.assign_add(1.0)
+        return own * number
+
+    values = ring.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group + 1.0)
+    total = ring.num_replicas_in_sync * (ring.num_replicas_in_sync + 1) / 2
+    for call, run in enumerate((ring.run, tf.function(ring.run)), 1):
+        assert float(ring.reduce("SUM", run(step, args=(values,)), axis=None)) == (2 + call) * total
+        assert (float(first), int(count), bool(is_set.numpy())) == (1.0, call, True)
+        np.testing.assert_array_equal(table, [[call, call]] + 8 * [[0, 0]])
+    return True
+
+
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
+def test_variables_of_a_replica_s_own_and_of_the_first(n, communication, logical_cpus):
+    assert workers(n, communication, logical_cpus=logical_cpus).run(own_and_first_values) == [True] * n
+
+
+def models_built_in_steps():
+    """Models and optimizers that a step builds, one after the other: replicas have lists of Keras in turns."""
+    import keras
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2, kernel_initializer="ones")
+
+        def call(self, x):
+            return self.dense(x)
+
+    ring = ring_strategy()
+    found = []
+    for _ in range(4):
+        with ring.scope():
+            model = Model()
+            optimizer = keras.optimizers.Adam(0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        ring.run(step, args=(tf.ones([2, 3]),))
+        found.append([weight.tobytes() for weight in model.get_weights()])
+    with ring.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    return found
+
+
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
+def test_models_that_steps_build_one_after_the_other(n, communication, logical_cpus):
+    for found in workers(n, communication, logical_cpus=logical_cpus).run(models_built_in_steps):
+        assert len({tuple(weights) for weights in found}) == 1
+
+
 def rowless_replicas():
     """One row for all replicas: the mean over the rows of a replica without any is NaN, and so is its gradient."""
     import keras

@@ -247,7 +247,7 @@ def test_calls_and_batches_that_differ():
     )
     for text, call in ((fits, "fit"), (predicts, "predict")):
         assert text.startswith("tfring.errors.MismatchError: The ranks drew different batches. ")
-        where = rf" It was in `model\.{call}` at test_calls\.py:\d+, whose `x` is from_tensor_slices\.shuffle"
+        where = rf" The call was `model\.{call}` at test_calls\.py:\d+, whose `x` is from_tensor_slices\.shuffle"
         assert re.search(where, text), text
 
 

@@ -205,6 +205,11 @@ def made_outside():
         warnings.simplefilter("always")
         for _ in range(2):
             model.fit(x, y, verbose=0)
+    for call in ("compile", "fit", "evaluate", "predict"):
+        given = {"compile": ("sgd", "mse"), "predict": (x,)}.get(call, (x, y))
+        with ring.scope(), pytest.raises(ConfigurationError, match=rf"{call}\(\) runs in the scope .* made outside\."):
+            getattr(model, call)(*given)
+    assert model.evaluate(x, y, verbose=0) > 0 and len(model.predict(x, verbose=0)) == 33
     alone = keras.Variable([1.0, 2.0])
     keras.optimizers.SGD(0.5).apply([np.ones(2, "float32")], (v for v in [alone]))  # drawn from once
     assert alone.numpy().tolist() == [0.5, 1.5]

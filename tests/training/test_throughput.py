@@ -180,6 +180,36 @@ def test_layers_that_compute_what_one_process_does_not_are_named_once():
     assert workers(2).run(lines_of_layers, "tfring", {"random": "global"}) == [[], []]
 
 
+def lines_of_a_step_that_draws(options):
+    """What is printed of a model that draws numbers itself, and of layers with a generator that they do not use."""
+    import keras
+
+    class Sampled(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+            self.recurrent, self.dense = keras.layers.LSTM(2), keras.layers.Dense(1)
+
+        def call(self, x):
+            noise = keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+            return self.dense(self.recurrent(x + noise))
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        strategy = harness.strategy(**options)
+        with strategy.scope():
+            model = Sampled()
+            model.compile("sgd", "mse")
+        model.fit(np.ones((8, 3, 4)), np.ones((8, 1)), verbose=0)
+        strategy.close()
+    return [line for line in printed.getvalue().splitlines() if line.startswith("tfring: ")][1:-1]
+
+
+def test_a_step_that_draws_numbers_itself_is_named():
+    [line], _ = workers(2).run(lines_of_a_step_that_draws, {})
+    assert line.startswith("tfring: Sampled 'sampled' draws different random numbers than in one process. "), line
+    assert workers(2).run(lines_of_a_step_that_draws, {"random": "global"}) == [[], []]
+
+
 def errors_of_a_rank(_):
     """Errors of a layer of another size on each rank, and of a wrong argument; a warning of another learning rate."""
     import keras

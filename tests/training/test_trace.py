@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import pathlib
 import re
 import shutil
 import sys
@@ -122,6 +123,42 @@ def test_steps_of_one_execution_draw_their_own_batches(tmp_path):
         assert len([call for call in rank.calls if call.name == "gradients/bucket_0"]) == 18
 
 
+def steps_of_all_kinds(folder, watches):
+    """Steps of `predict`, whose outputs wait for the end unless a callback sees them, and of single batches."""
+    import keras
+
+    ring = strategy(trace=folder)
+    x, y = skewed_rows()
+    with ring.scope():
+        model = small_model(steps_per_execution=2 if watches else 1)
+    watching = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: None)
+    for _ in range(2):
+        model.predict(x[:50], batch_size=10, verbose=0, callbacks=[watching] if watches else [])
+    for function in (model.test_on_batch, model.train_on_batch):
+        for _ in range(3):
+            function(x[:10], y[:10])
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    ("watches", "built"),
+    [(False, [True] + 9 * [False]), (True, [True, False, True, False, False, False])],  # of 2, 2 and 1 batches
+)
+def test_a_step_that_builds_a_graph_is_not_in_the_means(watches, built, tmp_path, capsys):
+    workers(2).run(steps_of_all_kinds, str(tmp_path), watches)
+    document = chrome(tmp_path, capsys)[1]
+    expected = {"predict": built, "test": [True, False, False], "train": [True, False, False]}
+    for rank in files.read(tmp_path).ranks:
+        for kind, flags in expected.items():
+            assert [step.built for step in rank.steps if step.kind == kind] == flags, kind
+            row, total = document["steps"][kind]["ranks"][str(rank.rank)], rank.totals["steps"][kind]
+            assert (row["count"], row["built"]) == (flags.count(False), flags.count(True))
+            assert (total["count"], total["built"]) == (flags.count(False), flags.count(True))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    title = f"predict: mean milliseconds of {built.count(False)} steps (without {built.count(True)} in which a graph"
+    assert title in capsys.readouterr().out
+
+
 def slow_input(folder):
     """Rank 1's batches come late."""
     import numpy as np
@@ -173,6 +210,48 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     assert " ".join(summary.split()) == " ".join(document["summary"]) and table.startswith("train: mean ")
 
 
+def squares(folder):
+    """A loss with a value for each pair of rows, whose sums over the rows before need those of all rows."""
+    import tensorflow as tf
+
+    def products(rows):
+        return rows @ tf.transpose(rows)
+
+    converted = tf.autograph.to_graph(products)  # its file has another name on each rank
+
+    def loss(y_true, y_pred):
+        pairs = converted(y_pred)
+        sums = tf.cumsum(pairs, 0)
+        return tf.reduce_mean(sums) + tf.reduce_mean((y_true - y_pred) ** 2)
+
+    ring = strategy(trace=folder)
+    x, y = skewed_rows()
+    with ring.scope():
+        model = small_model()
+        model.compile("sgd", loss)
+    model.fit(x[:90], y[:90], batch_size=30, verbose=0)
+    ring.close()
+
+
+def test_an_exchange_of_a_step_names_its_line_and_larger_batches_are_not_advised(tmp_path, capsys):
+    workers(2).run(squares, str(tmp_path))
+    document = chrome(tmp_path, capsys)[1]
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    [line] = [number for number, text in enumerate(lines, 1) if text.endswith("sums = tf.cumsum(pairs, 0)")]
+    names = [each["name"] for each in document["collectives"] if each["name"].startswith("step, exchange ")]
+    [name] = [name for name in names if name.endswith(f": rows of batch x batch for Cumsum (test_trace.py:{line})")]
+    assert f"step, exchange 1: rows for MatMul (test_trace.py:{line - 1})" in names
+    for change in ({"waiting": 40}, {"moving": 30}, {"dispatch": 60}):
+        told = " ".join(sentences.of({**of_ranks(change, change), "collectives": document["collectives"]}))
+        assert "No rank is slower than the others" in told and "larger batch" not in told
+        if "dispatch" not in change:
+            assert f'first of all "{name}", which grows with the square of the batch.' in told
+    gradients = [each for each in document["collectives"] if each["ring"] == "gradients"]
+    assert "use a larger batch" in " ".join(
+        sentences.of({**of_ranks({"waiting": 40}, {"waiting": 40}), "collectives": gradients})
+    )
+
+
 def of_ranks(*changes, servers=0, kind="train"):
     """A document with what the sentences read; every rank's step takes 100 ms, of which it computes the rest."""
     ranks = {}
@@ -184,7 +263,7 @@ def of_ranks(*changes, servers=0, kind="train"):
     whole = {
         rank: {"steps": {kind: {"count": 60, "milliseconds": row["milliseconds"]}}} for rank, row in ranks.items()
     }
-    return {"steps": {kind: {"ranks": ranks}}, "whole_run": whole, "num_servers": servers}
+    return {"steps": {kind: {"ranks": ranks}}, "whole_run": whole, "num_servers": servers, "collectives": []}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +357,7 @@ def test_a_collective_is_hidden_where_an_eighth_of_it_was_computed_beside(beside
     calls = [bucket(1, 200, 600, beside), bucket(2, 700, 900, 0)]
     marks = [files.Mark(f"{trace.READY} bucket 2", 650)]  # the last gradient was there, and the thread still busy
     steps = [files.Step("train", 0, 0, 1000, False)]
-    [step] = timeline.steps(files.Rank(0, "here", calls, marks, steps, [], {}, {}, True, 0))
+    [step] = timeline.steps(files.Rank(0, "here", calls, marks, steps, [], {}, {}, {}, True, 0))
     waiting = [(span.begin, span.end) for span in step.spans if span.category == "waiting"]
     assert (step.gradients, step.beside) == (600, beside)
     if beside >= 400 / 8:

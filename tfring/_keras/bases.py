@@ -52,6 +52,10 @@ class RingVariable(core.Variable):
         if self._value is None:
             self._tfring_made_in = current_ring()
 
+    def _initialize(self, value: Any) -> None:
+        with state.made_by_keras():
+            super()._initialize(value)
+
     @property
     def shape(self) -> tf.TensorShape:
         spread = sharding.sharding_of(self) if sharding.shows_full_shapes() else None

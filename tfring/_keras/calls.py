@@ -60,8 +60,8 @@ def annotated_errors(ring: Ring, caller: str, arguments: dict) -> Iterator[None]
 
 
 def _sentences(ring: Ring, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
-    who = "It" if reason in _OF_DATA else f"Rank {ring.cluster.rank}"  # "It": every rank raises the same text
-    yield f"{who} was in {described(caller)}"
+    who = "The call was" if reason in _OF_DATA else f"Rank {ring.cluster.rank} was in"  # the former on every rank
+    yield f"{who} {described(caller)}"
     if reason in _OF_DATA:
         for name, value in arguments.items():
             if isinstance(value, tf.data.Dataset):

@@ -50,7 +50,7 @@ def decide_way(ring: Ring, model: Any) -> tuple[steps.Way, str]:
     if _is_of_own_rows(ring):
         return steps.Way.OWN, ""
     if tf.executing_eagerly():
-        return steps.Way.WHOLE, "It runs eagerly."
+        return steps.Way.WHOLE, "The step runs eagerly."
     if batch_shapes.is_stateful(model):
         return steps.Way.WHOLE, "A layer is stateful."
     return steps.Way.EDITED, ""
@@ -87,10 +87,12 @@ def describe_layer_differences(ring: Ring, model: Any) -> str:
 
 
 def _draws(layer: Any) -> bool:
-    """Returns True if a layer draws random numbers for rows when it trains."""
-    has_generator = getattr(layer, "seed_generator", None) is not None
-    is_noise = has_generator and any(getattr(layer, name, None) for name in ("rate", "stddev"))
-    return is_noise or getattr(layer, "generator", None) is not None  # augmentation layers have the latter
+    """Returns True if a layer, or a model's own step, draws random numbers for rows when it trains."""
+    if getattr(layer, "generator", None) is not None:  # of an augmentation layer
+        return True
+    is_of_keras = type(layer).__module__.partition(".")[0] == "keras"
+    draws = any(getattr(layer, name, None) for name in ("rate", "stddev", "dropout", "recurrent_dropout"))
+    return bool(layer._seed_generators) and (draws or not is_of_keras)
 
 
 def _name(model: Any, step: str) -> str:
@@ -147,8 +149,13 @@ class _Exchange:
 
     def __init__(self, ring: Ring, rows: tf.Tensor) -> None:
         self._control: Any = ring.control
+        self._trace = ring.trace
         self.rows = rows
         self.replica = ring.first_replica
+
+    def note_lines(self, name: str, lines: str) -> None:
+        if self._trace is not None:
+            self._trace.lines(name, lines)
 
     def others(self) -> list[tf.Operation]:
         return self._control.ordered_ops()
@@ -186,6 +193,8 @@ def _held(handle: Any) -> str:
         return "values"
     if variable.synchronization != tf.VariableSynchronization.ON_READ:
         return "copies"
+    if getattr(variable, "_tfring_own_values", False):
+        return "values"
     is_copy = variable.aggregation in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
     return "copies" if is_copy else "parts"
 

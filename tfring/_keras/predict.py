@@ -316,6 +316,7 @@ class PredictFunction:
         return _map(joined, outputs)
 
     def _of_shares(self, batch: Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
+        trace.graph_of_step(self._ring)
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
         if self._way is None:
@@ -358,6 +359,7 @@ class PredictFunction:
     # -- all workers -----------------------------------------------------------------------------------------------
 
     def _of_all_body(self, batches: Sequence[Any], constants: tuple | None) -> Any:
+        trace.graph_of_step(self._ring)
         self._rows_forgotten = constants is not None
         steps = []
         for batch in batches:

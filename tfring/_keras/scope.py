@@ -6,7 +6,7 @@
 | a model composed of layers that were made inside | belongs to the strategy from `compile` or `fit` on |
 | a model with no part made inside, while there is a ring | trains alone; `fit` or its optimizer warns once |
 | a metric, an optimizer without slots yet | its variables are made again in the scope; the user's object stays |
-| an optimizer that has its slots; trainable weights; a model that is compiled or fit in the scope | refused |
+| an optimizer that has its slots; trainable weights; a model that is compiled or called in the scope | refused |
 | state that a step writes | refused when it is written (`_keras/state.py`) |
 
 Otherwise each rank would log and keep its own rows, and callbacks would decide differently on each.
@@ -114,7 +114,7 @@ def refuse_model(model: Any, method: str) -> None:
         return
     raise ConfigurationError(
         f"{method}() runs in the scope of a RingStrategy, but {type(model).__name__} {model.name!r} was made outside. "
-        f"Move the lines that make the model {SCOPE}; to train it alone, call {method}() outside the scope."
+        f"Move the lines that make the model {SCOPE}; to use it alone, call {method}() outside the scope."
     )
 
 

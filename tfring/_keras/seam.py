@@ -132,17 +132,32 @@ def state_of_thread() -> dict:
 
 @contextlib.contextmanager
 def use_thread_state(other: dict) -> Iterator[None]:
-    """Gives this thread the state of another thread, which waits for it, inside the context."""
+    """Gives this thread the state of another thread, which waits for it, inside the context.
+
+    Several threads may do so, and run in turns. Each has lists of its own: those of open scopes, and that of variables
+    to initialize, which Keras replaces once it has done so. Only what a thread has changed is given back.
+    """
     mine = state_of_thread()
-    before = dict(mine)
+    before, taken = dict(mine), _with_own_lists(other)
     mine.clear()
-    mine.update(other)
+    mine.update(_with_own_lists(taken))
     try:
         yield
     finally:
-        other.update(mine)
+        other.update((name, value) for name, value in mine.items() if not _is_same(value, taken.get(name)))
         mine.clear()
         mine.update(before)
+
+
+def _with_own_lists(state: dict) -> dict:
+    return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Returns True for one object, or for two lists of the same objects."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
 
 
 @contextlib.contextmanager

@@ -124,6 +124,21 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
         _write_own(running, variable, value, getattr(_local, "adding", None) is variable)
 
 
+def made_by_keras() -> AbstractContextManager:
+    """Notes that Keras makes the variables that are made inside the context."""
+    return setting(_local, "is_of_keras", True)
+
+
+def is_of_own_values(synchronization: Any, aggregation: Any) -> bool:
+    """Returns True for a variable that is made now if each replica has a value of its own, which nothing aggregates.
+
+    A variable of Keras without an aggregation, such as the state of a metric, is summed over replicas instead.
+    """
+    is_read_as_one = synchronization == tf.VariableSynchronization.ON_READ
+    has_none = aggregation in (None, tf.VariableAggregation.NONE)
+    return is_read_as_one and has_none and not getattr(_local, "is_of_keras", False)
+
+
 def adding_to(variable: Any) -> AbstractContextManager:
     """Notes that writes to a variable of Keras inside the context add to it."""
     return setting(_local, "adding", variable)

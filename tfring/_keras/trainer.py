@@ -100,6 +100,8 @@ class RingTrainer(TensorFlowTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         ring = ring_of_model(self)
+        if ring is None:
+            scope.refuse_model(self, "evaluate")
         if ring is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
             return super().evaluate(*args, **kwargs)
         with _short_traceback(), _call("evaluate", self, ring, args, kwargs) as (given, _):
@@ -108,6 +110,7 @@ class RingTrainer(TensorFlowTrainer):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         ring = ring_of_model(self)
         if ring is None:
+            scope.refuse_model(self, "predict")
             return super().predict(*args, **kwargs)
         with _short_traceback(), _call("predict", self, ring, args, kwargs) as (given, traits):
             self.make_predict_function()
@@ -615,6 +618,7 @@ class StepFunction:
         return outputs, shares, batch_status.has_batch
 
     def _on_batch_body(self, batch: Any) -> Any:
+        trace.graph_of_step(self._ring)
         inputs = split_rows(batch, self._replicas)
         with self._ring.scope():
             rows = [num_rows(element) for element in inputs]

@@ -266,10 +266,10 @@ def check_descriptions(variables: Sequence[keras.Variable], descriptions: Sequen
     number = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
     saved = f"{descriptions[number]['path']} {then[number]}" if number < len(then) else "missing"
     has = f"{variables[number].path} {now[number]}" if number < len(now) else "missing"
+    counts = f"it has {len(then)} variables, but the model has {len(now)}. The" if len(then) != len(now) else "the"
     raise ConfigurationError(
-        f"The backup is of another model: it has {len(then)} variables, but the model has {len(now)}. The first that "
-        f"differs is {saved} in the backup and {has} in the model. Use another folder, or remove this one to train "
-        "from the start."
+        f"The backup is of another model: {counts} first variable that differs is {saved} in the backup and {has} in "
+        "the model. Use another folder, or remove this one to train from the start."
     )
 
 

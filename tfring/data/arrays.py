@@ -151,11 +151,15 @@ def mapped(
     """
     spec = dataset.element_spec
     flat = tf.nest.flatten(spec)
+
+    def untraced(*element: Any) -> Any:  # no parameter has a name that TensorFlow refuses, such as `_`
+        return function(*element)
+
     if not all(isinstance(component, tf.TensorSpec) for component in flat):
-        return dataset.map(function, num_parallel_calls=num_parallel_calls)
+        return dataset.map(untraced, num_parallel_calls=num_parallel_calls)
     of_any_rows = [tf.TensorSpec([None, *s.shape[1:]] if s.shape.rank else s.shape, s.dtype) for s in flat]
     key = function, tuple(of_any_rows), repr(tf.nest.pack_sequence_as(spec, range(len(flat))))
     if key not in _functions:
-        traced = tf.function(function, autograph=False)
+        traced = tf.function(untraced, autograph=False)
         _functions[key] = traced.get_concrete_function(*tf.nest.pack_sequence_as(spec, of_any_rows))
     return _tf.mapped(dataset, _functions[key], num_parallel_calls)

@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def cluster_command(name: str, run: Callable[[argparse.Namespace], int], **shown: Any) -> argparse.ArgumentParser:
-        usage = f"tfring {name} [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]"
+        usage = f"tfring {name} [-n N | --hosts HOSTS | --hostfile FILE | --hosts-from FILE] [OPTION ...]"
         added = command(name, run, usage=usage, **shown)
         _add_options_of_a_job(added)
         return added
@@ -166,7 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         "launch",
         _launch,
         help="start the workers of a program",
-        usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE} [OPTION ...] {SCRIPT | -m MODULE} [ARGUMENT ...]",
+        usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE | --hosts-from FILE} [OPTION ...] "
+        "{SCRIPT | -m MODULE} [ARGUMENT ...]",
         description=texts.LAUNCH_HELP,
         epilog=texts.LAUNCH_DETAILS,
     )
@@ -229,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="begin each line with the time, in UTC, and the rank",
     )
-    launch.add_argument("--dry-run", action="store_true", help="print the hosts and variables of all workers, and exit")
+    launch.add_argument("--dry-run", action="store_true", help="print the hosts and ranks of workers, and exit")
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the program, and its arguments")
     doctor = cluster_command(
         "doctor",
@@ -484,7 +485,9 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_ForeignOption, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="HOSTS", help="start workers on these hosts, over ssh (not for localhost)")
+    where.add_argument(
+        "--hosts", metavar="HOSTS", help="start workers on these hosts, over ssh (localhost needs no ssh)"
+    )
     where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start workers on the hosts of a file")
     where.add_argument(
         "--hosts-from", type=pathlib.Path, metavar="FILE", help="start workers on the hosts that this program prints"

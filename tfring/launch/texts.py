@@ -65,7 +65,8 @@ where:
   Start it like `tfring doctor`: as you start your program, or with -n, --hosts or --hostfile.
 
 exit code:
-  0 if the weights equal those of one process up to rounding, else 1.
+  0 if the weights equal those of one process up to rounding, 1 if not. If workers could not be started or ended early,
+  that of `tfring launch`: 71 if a host cannot be reached (docs/launcher.md).
 """
 TEST_EXAMPLES = """\
 examples:

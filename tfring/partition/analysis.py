@@ -26,7 +26,8 @@ from tfring.partition.conversions import Conversion
 from tfring.partition.dims import Size
 from tfring.partition.replicas import DifferentReplicasError, Twins, names_of_own
 from tfring.partition.rules import DRAWS, RULES, SHUFFLES, NoRule
-from tfring.partition.rules.table import scale_of, unscaled
+from tfring.partition.rules.layouts import DIAGONAL_NUMBERS, is_of_own_diagonal
+from tfring.partition.rules.table import scale_of, shape_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     PER_MEAN,
@@ -574,6 +575,12 @@ class Walk:
         sums = op.type == "Sum" and _are_axes_of_gradient(op.inputs[1]) and not self._depth
         if sums and ins[1].const is not None and (self._has_all_rows(ins[0]) or not is_sharded(ins[0])):
             self._edit(op, 1, ins[1], conversions.Numbers(()))
+        if is_of_own_diagonal(op, ins):
+            if self._depth:
+                raise NoRule
+            at = DIAGONAL_NUMBERS[op.type]
+            number = dataclasses.replace(ins[at], const=None, indexed_rows=shape_of(ins[0])[-1])
+            self._edit(op, at, number, conversions.Offset())
         if op.type not in _SIZES:
             return
         [result, *_] = values

@@ -31,6 +31,7 @@ from tfring.partition.conversions import (
     symbols_of,
 )
 from tfring.partition.dims import Size
+from tfring.partition.report import users_line
 from tfring.partition.types import (
     ROWS,
     Partial,
@@ -60,6 +61,9 @@ class Exchange(Protocol):
 
     def all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         """Concatenates each tensor over processes along the first axis."""
+
+    def note_lines(self, name: str, lines: str) -> None:
+        """Notes the lines of the program, such as "train.py:12", that need the exchange of this name."""
 
     def others(self) -> list[tf.Operation]:
         """Returns operations of the graph, in order, that processes run in one order with these exchanges."""
@@ -131,7 +135,7 @@ class _Editor:
         if not new:
             return
         own = [tf.stack([tf.where(r.active, r.size(name), 0) for name in new]) for r in self._replicas]
-        [every] = self._exchanged(self._exchange.all_gather, "numbers of rows", [tf.stack(own)])
+        [every] = self._exchanged(self._exchange.all_gather, "numbers of rows", [], [tf.stack(own)])
         for replica, sizes in zip(self._replicas, own, strict=True):
             for i, name in enumerate(new):
                 before = tf.reduce_sum(every[: replica.position, i])
@@ -145,7 +149,7 @@ class _Editor:
             is_needed = needs_collective(edit.value, edit.conversion) and is_sharded(edit.value) == are_rows
             tensor = self._replicas[0].input(edit)
             if is_needed and not self._replicas[0].has_full(tensor):
-                found[tensor.name] = edits
+                found.setdefault(tensor.name, edits)
         return list(found.values())
 
     def _reduce(self, conversions: Sequence[Sequence[Edit]]) -> None:
@@ -163,7 +167,7 @@ class _Editor:
                     for replica, edit in zip(self._replicas, edits, strict=True)
                 ]
                 parts.append(functools.reduce(_REDUCTIONS[op], each))
-            reduced = self._exchanged(self._exchange.all_reduce, f"{op} for {_operations(tensors)}", parts, op)
+            reduced = self._exchanged(self._exchange.all_reduce, op, tensors, parts, op)
             for edits, result in zip(tensors, reduced, strict=True):
                 for replica, edit in zip(self._replicas, edits, strict=True):
                     tensor = replica.input(edit)
@@ -179,17 +183,24 @@ class _Editor:
             each = [replica.rows_first(replica.input(edit), edit.value) for replica, edit in pairs]
             rows = each[0] if len(each) == 1 else tf.concat(each, 0)
             sent.append(tf.cast(rows, tf.uint8) if rows.dtype == tf.bool else rows)
-        gathered = self._exchanged(self._exchange.all_gather, f"rows for {_operations(tensors)}", sent)
+        gathered = self._exchanged(self._exchange.all_gather, "rows", tensors, sent)
         for edits, all_rows in zip(tensors, gathered, strict=True):
             for replica, edit in zip(self._replicas, edits, strict=True):
                 tensor = replica.input(edit)
                 replica.note_full(tensor, replica.rows_back(tf.cast(all_rows, tensor.dtype), tensor, edit.value))
 
-    def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
-        """Returns the results of an exchange, which runs after the previous ones."""
+    def _exchanged(
+        self, exchange: Callable[..., list[tf.Tensor]], what: str, conversions: Sequence[Sequence[Edit]], *args: Any
+    ) -> list[tf.Tensor]:
+        """Returns the results of an exchange for these conversions, which runs after the previous ones."""
         self._rounds += 1
+        name = f"step, exchange {self._rounds}: {what}{_purpose(conversions)}"
+        ops = [edit.op for edit, *_ in conversions if not marks.expected(edit.op)]
+        lines = list(dict.fromkeys(line for op in ops if (line := users_line(op)) is not None))
+        if lines:  # not in the name: ranks compare names, and may run different files
+            self._exchange.note_lines(name, _first(lines))
         with tf.control_dependencies([*self._before, *self.last]):
-            results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")
+            results = exchange(*args, name=name)
         self.last = [result.op for result in results]
         return results
 
@@ -198,10 +209,21 @@ _REDUCTIONS = {"sum": tf.add, "max": tf.maximum, "min": tf.minimum}
 _NAMED = 3
 
 
-def _operations(conversions: Sequence[Sequence[Edit]]) -> str:
-    """Returns the operations for which replicas exchange tensors, for `tfring report` and errors."""
-    types = list(dict.fromkeys("a result" if marks.expected(e.op) else e.op.type for e, *_ in conversions))
-    return ", ".join(types[:_NAMED]) + (f" and {len(types) - _NAMED} more" if len(types) > _NAMED else "")
+def _purpose(conversions: Sequence[Sequence[Edit]]) -> str:
+    """Returns the operations for which replicas exchange tensors, for `tfring report` and errors.
+
+    An example is " of batch x batch for LogicalAnd": the number of bytes grows with the square of the batch.
+    """
+    if not conversions:
+        return ""
+    edits = [edit for edit, *_ in conversions]
+    types = list(dict.fromkeys("a result" if marks.expected(edit.op) else edit.op.type for edit in edits))
+    is_square = any(dims.symbols(dims.product(edit.value.shape or ())).get(ROWS, 0) > 1 for edit in edits)
+    return f"{' of batch x batch' * is_square} for {_first(types)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 class _Replica:

@@ -30,7 +30,8 @@ _SHOWN = 6
 _NAMES = 3
 _LIBRARIES = ("tensorflow", "keras", "tfring")
 _BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # folders of a library: parts of losses and layers
-_STEP = "replica_fn"  # the function that traces a replica's step
+_GENERATED = "__autograph_generated_file"  # by `tf.autograph.to_graph`, with another name in each process
+_STEPS = ("replica_fn", "on_replica")  # the functions that trace a replica's step; that of `predict`
 
 
 _WHOLE = (
@@ -106,17 +107,38 @@ def _listed(lines: dict[str, str]) -> str:
     return ", ".join([f"{line} (`{kind}`)" for line, kind in lines.items()][:_NAMES])
 
 
+def users_line(op: Any) -> str | None:
+    """Returns the user's line in the step that made an operation, such as "train.py:12"; None if there is none.
+
+    Lines of code without a file are left out.
+    """
+    frames = [frame for frame in _frames_in_step(op) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if _library(frame) is None]
+    return _place(own[-1]) if own else None
+
+
 def _line(op: Any) -> str:
     """Returns the user's line in the step that made an operation; if there is none, the library's."""
-    frames = list(op.traceback or ())
-    begin = max((i for i, frame in enumerate(frames) if frame.name == _STEP and _library(frame) == "tfring"), default=0)
-    inner = [frame for frame in frames[begin + 1 :] if _library(frame) not in ("tensorflow", "tfring")]
+    inner = _frames_in_step(op)
     own = [frame for frame in inner if _library(frame) is None]
     named = [frame for frame in inner if not any(folder in frame.filename for folder in _BELOW)]
     if not inner:
         return op.name
     frame = (own or named or inner)[-1]
-    return f"{pathlib.Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return f"{_place(frame)} in {frame.name}"
+
+
+def _frames_in_step(op: Any) -> list[Any]:
+    """Returns the frames of the user and of Keras in which a step made an operation, outermost first."""
+    frames = list(op.traceback or ())
+    of_steps = (i for i, frame in enumerate(frames) if frame.name in _STEPS and _library(frame) == "tfring")
+    begin = max(of_steps, default=0)
+    inner = [frame for frame in frames[begin + 1 :] if _library(frame) not in ("tensorflow", "tfring")]
+    return [frame for frame in inner if not pathlib.Path(frame.filename).name.startswith(_GENERATED)]
+
+
+def _place(frame: Any) -> str:
+    return f"{pathlib.Path(frame.filename).name}:{frame.lineno}"
 
 
 def _library(frame: Any) -> str | None:

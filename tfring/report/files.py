@@ -71,6 +71,7 @@ class Rank(NamedTuple):
     requests: list[Request]
     totals: dict[str, Any]
     compiled: dict[str, dict[str, Any]]  # by kind of step, if XLA compiles it
+    lines: dict[str, str]  # of the program, by the name of the collectives that they need
     ended: bool  # by itself
     uncertainty: int  # of its clock, nanoseconds
 
@@ -150,7 +151,7 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank(lines: list[dict[str, Any]]) -> Rank:
-    kinds = ("clock", "calls", "steps", "requests", "compiled", "totals")
+    kinds = ("clock", "calls", "steps", "requests", "compiled", "lines", "totals")
     of = {kind: [line for line in lines if line["type"] == kind] for kind in kinds}
     clocks = [(line["at"], line["offset"]) for line in of["clock"]]
 
@@ -183,6 +184,7 @@ def _rank(lines: list[dict[str, Any]]) -> Rank:
         sorted(requests),
         of["totals"][-1] if of["totals"] else {},
         {line["kind"]: {key: line[key] for key in ("operations", "by_xla", "others")} for line in of["compiled"]},
+        {line["name"]: line["lines"] for line in of["lines"]},
         any(line["type"] == "end" for line in lines),
         max((line["uncertainty"] for line in of["clock"]), default=0),
     )

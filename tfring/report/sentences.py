@@ -8,6 +8,7 @@ from tfring.report import summary
 
 _COMMUNICATION = ("waiting", "server", "moving", "adding")
 _MUCH = 0.2  # share of a step that is worth a change
+_EXCHANGE, _SQUARE = "step, exchange ", " of batch x batch for "  # in names of collectives, see partition/edit.py
 _DID = {"train": "trained", "test": "evaluated", "predict": "predicted"}
 _OF_ONE_RANK = {
     "input": "Its input is slow: look at the files that it reads and their preprocessing (docs/data.md).",
@@ -16,10 +17,11 @@ _OF_ONE_RANK = {
     "compute": "It computes longer: look for a slower machine, other programs on its cores, or more rows.",
     "": "Look for other programs on its cores.",
 }
+_LARGER = "use a larger batch, or "
 _OF_ALL = {
     "input": "Most of the rest is input: prefetch, cache, or let more threads prepare the batches (docs/data.md).",
     "Python": "Most of the rest is Python between the steps: set `steps_per_execution`, or remove callbacks.",
-    "dispatch": "Most of the rest is the start of steps: use a larger batch, or set `steps_per_execution`.",
+    "dispatch": f"Most of the rest is the start of steps: {_LARGER}set `steps_per_execution`.",
     "compute": "Most of the rest is computing, which is what a step is for.",
 }
 
@@ -45,29 +47,48 @@ def of(found: dict[str, Any]) -> list[str]:
         f"Exposed communication (not overlapped by computation) takes {100 * share:.0f} % of a step: "
         f"{100 * waiting:.0f} % is waiting for other ranks, the rest transfers (means of all ranks)."
     )
+    exchanges = _of_exchanges(found["collectives"])
     slow = summary.slow_rank(ranks)
     if slow is not None:
         others = "the others wait for it" if slow.is_waited_for else "no rank waits for it"
         told.append(f"Rank {slow.rank} is slow, by {slow.milliseconds:.3g} ms a step, and {others}.")
         told.append(_OF_ONE_RANK[slow.cause])
     elif waiting >= _MUCH:
+        fewer = "or start fewer on a host" if exchanges else "start fewer on a host, or use a larger batch"
         told.append(
             "No rank is slower than the others; they wait for each other in turns. Give each its own cores "
-            "(`tfring launch --bind cores`), start fewer on a host, or use a larger batch."
+            f"(`tfring launch --bind cores`), {fewer}."
         )
+        told += exchanges
     elif share >= _MUCH and found["num_servers"]:
         told.append(
             "No rank is slower than the others. Look at the requests to the servers below: more servers share the "
             "updates."
         )
     elif share >= _MUCH:
-        told.append(
-            "No rank is slower than the others. Measure the network (`tfring bench`), use a larger batch, or send "
-            'less (`compression="bfloat16"`).'
-        )
+        less = "" if exchanges else ', use a larger batch, or send less (`compression="bfloat16"`)'
+        told.append(f"No rank is slower than the others. Measure the network (`tfring bench`){less}.")
+        told += exchanges
     else:
-        told += ["No rank is slower than the others.", _OF_ALL[_largest(ranks)]]
+        rest = _OF_ALL[_largest(ranks)]
+        told += ["No rank is slower than the others.", rest.replace(_LARGER, "") if exchanges else rest]
     return told
+
+
+def _of_exchanges(collectives: list[dict[str, Any]]) -> list[str]:
+    """Returns a sentence on the largest exchange of a step if most bytes are those of exchanges; otherwise none."""
+    sent: dict[str, float] = {}
+    for each in collectives:
+        sent[each["name"]] = sent.get(each["name"], 0) + each["calls"] * each["sent"]
+    exchanges = {name: number for name, number in sent.items() if name.startswith(_EXCHANGE)}
+    if 2 * sum(exchanges.values()) <= sum(sent.values()):
+        return []
+    largest = max(exchanges, key=lambda name: exchanges[name])
+    grows = ", which grows with the square of the batch" if _SQUARE in largest else ""
+    return [
+        "Most bytes are those of values that a step needs from all ranks (docs/exactness.md), first of all "
+        f'"{largest}"{grows}.'
+    ]
 
 
 def _mean(ranks: dict[str, dict[str, Any]], name: str) -> float:

@@ -169,13 +169,15 @@ def _slowest(run: Run) -> list[dict[str, Any]]:
     found = []
     for (ring, kind, name), calls in by_name.items():
         number = len(calls)
+        lines = run.ranks[0].lines.get(name)
         found.append(
             {
                 "ring": ring,
                 "kind": kind,
-                "name": name,
+                "name": f"{name} ({lines})" if lines else name,
                 "calls": number / len(run.ranks),
                 "bytes": max(call.bytes for call in calls),
+                "sent": sum(call.sent for call in calls) / number,
                 "algorithm": max(call.algorithm for call in calls),
                 "milliseconds": sum(call.end - call.begin for call in calls) / number / _MILLISECOND,
                 "waiting": sum(call.waited for call in calls) / number / _MILLISECOND,

@@ -289,6 +289,10 @@ class Recorder:
         """
         self._put(type="compiled", kind=kind, operations=operations, by_xla=by_xla, others=others)
 
+    def lines(self, name: str, lines: str) -> None:
+        """Records the lines of the program, such as "train.py:12", that need the collectives of this name."""
+        self._put(type="lines", name=name, lines=lines)
+
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
         """Times one call of a step function. A call that raises, as at the end of the data, is not recorded."""

@@ -38,6 +38,13 @@ def step(ring: Any, kind: str) -> Any:
     return contextlib.nullcontext() if recorder is None else recorder.step(kind)
 
 
+def graph_of_step(ring: Any) -> None:
+    """Records in the trace that the current step builds a graph, unless this runs eagerly. Called while it is built."""
+    recorder = _recorder(ring)
+    if recorder is not None and not tf.executing_eagerly():
+        recorder.building = True
+
+
 def compiled(ring: Any, kind: str) -> None:
     """Records in the trace which operations of a step XLA compiles. Called while the graph of the step is built."""
     recorder = _recorder(ring)
@@ -55,7 +62,7 @@ def next_batch(ring: Any, draw: Any) -> Any:
         return draw()
     from tfring.ring import ops
 
-    recorder.building = not tf.executing_eagerly()
+    graph_of_step(ring)
     control = _control(ring)  # its next collective is that of the row counts
     with tf.control_dependencies(ops.mark(trace.INPUT_BEGINS, control)):
         drawn = draw()

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf, config, partition, step
-from tfring._keras.state import RingMirroredVariable, RingSyncOnReadVariable
+from tfring._keras.state import RingMirroredVariable, RingSyncOnReadVariable, is_of_own_values
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -186,8 +186,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return tf.nest.pack_sequence_as(value, [values_of(r)[0] for r in reduced])
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        is_read_as_one = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-        self._of_parts = is_read_as_one and kwargs.get("aggregation") not in _NOT_SUMMED
+        synchronization, aggregation = kwargs.get("synchronization"), kwargs.get("aggregation")
+        own_values = is_of_own_values(synchronization, aggregation)
+        is_read_as_one = synchronization == tf.VariableSynchronization.ON_READ
+        self._of_parts = is_read_as_one and aggregation not in _NOT_SUMMED and not own_values
         with contextlib.ExitStack() as scopes:
             if not tf.executing_eagerly():  # a step creates it while it is traced; TensorFlow then traces it again
                 value = _known_before_the_step(kwargs["initial_value"], kwargs.get("dtype"), self.worker_devices[0])
@@ -197,6 +199,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
+            if own_values:
+                variable._tfring_own_values = True
         if type(variable) in _OF_TENSORFLOW:
             variable.__class__ = _OF_TENSORFLOW[type(variable)]
         return variable
@@ -299,6 +303,16 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         except MismatchError as error:
             raise _variable_mismatch_error(error, f"{variable or 'a variable'} of shape {tuple(value.shape)}") from None
         return partition.declare(value, "full")
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        is_of_first = getattr(destinations, "aggregation", None) == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if is_of_first and self.ring.control.world_size > 1:
+            if not isinstance(tensor, tf.IndexedSlices):
+                tensor = tf.convert_to_tensor(tensor, destinations.dtype)
+            parts = tf.nest.flatten(tensor, expand_composites=True)
+            parts = self.ring.control.broadcast(parts, name="the first replica's value of a variable")
+            tensor = tf.nest.pack_sequence_as(tensor, parts, expand_composites=True)
+        return super()._broadcast_to(tensor, destinations)
 
     def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         updater = self.ring.updater

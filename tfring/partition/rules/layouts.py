@@ -437,7 +437,12 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if value.shape is None:
         raise NoRule
     inner = 1 if op.type in ("MatrixDiagV3", "MatrixDiag") else 2
-    refuse_if(is_sharded(value) and shard_of(value).axis >= value.rank - inner)
+    if is_of_own_diagonal(op, ins):
+        if op.type == "MatrixDiagPartV3":
+            return [kept(walk, value, shape_of(value)[:-1])]
+        refuse_if(not is_sharded(ins[1]))
+    else:
+        refuse_if(is_sharded(value) and shard_of(value).axis >= value.rank - inner)
     if op.type == "MatrixSetDiagV3":
         placement, scale = _joined(walk, ins[:2])
         return [Value(value.shape, placement, scale)]
@@ -453,6 +458,23 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if op.type == "MatrixDiagV3" and all(each.const is not None and each.const.size == 1 for each in ins[1:4]):
         diagonal, *sizes = (each.const.item() for each in ins[1:4])
         if diagonal == 0 and sizes == [-1, -1]:
-            known[value.rank] = value.shape[-1]
+            known |= {value.rank - 1: value.shape[-1], value.rank: value.shape[-1]}
     is_zero = value.is_zero and (padding is None or padding.is_zero)
     return [kept(walk, value, walk.shape(op.outputs[0], known), is_zero=is_zero)]
+
+
+def is_of_own_diagonal(op: Any, ins: Sequence[Value]) -> bool:
+    """Returns True for the main diagonal of a square matrix of all rows, of which a replica has the rows it owns.
+
+    In these, the diagonal begins at the column of the replica's first row: the analysis adds it to the input `k`.
+    """
+    if op.type not in DIAGONAL_NUMBERS or not is_sharded(ins[0]) or ins[0].shape is None:
+        return False
+    value = ins[0]
+    *_, height, width = shape_of(value)
+    is_of_rows = shard_of(value) == Shard(value.rank - 2) and height == width
+    number = ins[DIAGONAL_NUMBERS[op.type]].const
+    return is_of_rows and number is not None and number.size == 1 and number.item() == 0
+
+
+DIAGONAL_NUMBERS = {"MatrixDiagPartV3": 1, "MatrixSetDiagV3": 2}  # the position of the diagonal's number
