@@ -193,7 +193,7 @@ def _held(handle: Any) -> str:
         return "values"
     if variable.synchronization != tf.VariableSynchronization.ON_READ:
         return "copies"
-    if getattr(variable, "_tfring_own_values", False):
+    if "_tfring_own_values" in vars(variable):  # its `getattr` would read the variable, in the graph of the step
         return "values"
     is_copy = variable.aggregation in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
     return "copies" if is_copy else "parts"
