@@ -55,6 +55,29 @@ def test_tracing_changes_no_bit_and_no_number_of_collectives(run):
         assert control == plain_control
 
 
+def with_metrics(folder):
+    import keras
+
+    ring = strategy(trace=folder)
+    with ring.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="relu"), keras.layers.Dense(2)])
+        metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(1)]
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=metrics)
+    x, y = skewed_rows(64)
+    model.fit(x, y[:, 0] > 0, batch_size=8, verbose=0)
+    ring.close()
+
+
+def test_a_step_exchanges_its_status_and_gradients_alone(tmp_path, capsys):
+    """Metrics are reduced at the end of an epoch, and reading a variable exchanges nothing."""
+    workers(2).run(with_metrics, str(tmp_path))
+    collectives = chrome(tmp_path, capsys)[1]["collectives"]
+    assert {each["name"] for each in collectives if each["calls"] >= 8} - {"initial value of a variable"} == {
+        "status",
+        "gradients/bucket_0",
+    }
+
+
 def chrome(folder, capsys):
     """The trace, and the document, as the command makes them."""
     file = folder / "trace.json"
