@@ -44,7 +44,7 @@ def gather_for_loss(tensors: Any) -> Any:
     array([0, 1], dtype=int32)
     """
     ring, running = current_ring(), step.current()
-    if ring is not None and ring.updater is not None and not ring.updater.weighs:
+    if ring is not None and ring.trains_alone:
         raise ConfigurationError(
             "gather_for_loss was called with synchronization=Delayed(...), where a worker computes its loss from its "
             "own rows. Leave it out, or train without Delayed."

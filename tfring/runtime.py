@@ -104,6 +104,11 @@ class Ring:
     # -- workers and replicas --------------------------------------------------------------------------------------
 
     @property
+    def trains_alone(self) -> bool:
+        """True if each worker trains by itself, until a window ends or with asynchronous servers."""
+        return self.updater is not None and not self.updater.weighs
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas of all workers."""
         return self.mesh.size_along("data") * len(self.devices)

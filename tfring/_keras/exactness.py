@@ -58,8 +58,7 @@ def decide_way(ring: Ring, model: Any) -> tuple[steps.Way, str]:
 
 def _is_of_own_rows(ring: Ring) -> bool:
     """Returns True if each replica computes from its own rows, as it is alone or trains by itself on purpose."""
-    trains_alone = ring.updater is not None and not ring.updater.weighs
-    return ring.num_replicas == 1 or ring.mesh.pipeline > 1 or trains_alone
+    return ring.num_replicas == 1 or ring.mesh.pipeline > 1 or ring.trains_alone
 
 
 def log_whole_batch_step(ring: Ring, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:

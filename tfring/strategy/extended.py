@@ -306,7 +306,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         is_of_first = getattr(destinations, "aggregation", None) == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if is_of_first and self.ring.control.world_size > 1:
+        if is_of_first and not self.ring.trains_alone and self.ring.control.world_size > 1:
             if not isinstance(tensor, tf.IndexedSlices):
                 tensor = tf.convert_to_tensor(tensor, destinations.dtype)
             parts = tf.nest.flatten(tensor, expand_composites=True)
