@@ -25,6 +25,15 @@ def take_a_core(rank: int) -> None:
     os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="2", OMP_NUM_THREADS="1")
 
 
+def describe_cluster(rank: int, ranks: int) -> None:
+    """Sets the environment from which tfring reads the cluster of this contestant's processes."""
+    os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
+    workers = list(contest.addresses())
+    place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+    if ranks > 1:
+        os.environ["TF_CONFIG"] = json.dumps(place)
+
+
 class Tfring(Plain):
     """In a RingStrategy; the program is that of one process."""
 
@@ -32,11 +41,7 @@ class Tfring(Plain):
     options: dict = {}
 
     def start(self) -> None:
-        os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
-        workers = list(contest.addresses())
-        place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": self.rank}}
-        if self.ranks > 1:
-            os.environ["TF_CONFIG"] = json.dumps(place)
+        describe_cluster(self.rank, self.ranks)
         super().start()
         import tfring
 
@@ -135,9 +140,7 @@ class Meeting(Apart):
     """Each on its share of the rows; one number is reduced in each step, for which workers wait for each other."""
 
     def start(self) -> None:
-        os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
-        place = {"cluster": {"worker": list(contest.addresses())}, "task": {"type": "worker", "index": self.rank}}
-        os.environ["TF_CONFIG"] = json.dumps(place)
+        describe_cluster(self.rank, self.ranks)
         super().start()
         from tfring import Communicator
         from tfring.cluster import detect

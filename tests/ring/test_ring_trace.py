@@ -42,6 +42,22 @@ def late_rank(folder):
         recorder.close()
 
 
+def named_at_length(folder):
+    cluster, name = detect(), "step, exchange 1: rows for " + "SparseSoftmaxCrossEntropyWithLogits, " * 4
+    with Communicator.connect(cluster) as communicator:
+        recorder = trace.start(folder, cluster.rank, cluster.world_size, trace.ring_source(communicator))
+        recorder.lines(name, "train.py:12")
+        communicator.all_reduce(np.ones(4, np.float32), name=name)
+        recorder.close()
+
+
+def test_lines_are_found_by_a_name_that_the_core_cuts(tmp_path):
+    workers(2, tensorflow=False).run(named_at_length, str(tmp_path))
+    for rank in files.read(tmp_path).ranks:
+        [call] = [call for call in rank.calls if call.kind == "all_reduce"]
+        assert rank.lines == {call.name: "train.py:12"}
+
+
 def test_who_waits_for_whom_among_three(tmp_path):
     workers(3, tensorflow=False).run(late_rank, str(tmp_path))
     run = files.read(tmp_path)

@@ -440,6 +440,22 @@ def test_a_step_sends_a_part_of_the_bytes():
     assert accumulated < ring / 8 * 1.2
 
 
+def write_in_a_window():
+    """Returns a variable of the first replica, written by a worker that trains by itself, and the bytes it sent."""
+    import tensorflow as tf
+
+    strategy = harness.strategy(synchronization=delayed(100, NESTEROV))
+    with strategy.scope():
+        first = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    before = strategy.bytes_sent()
+    strategy.run(lambda: first.assign(strategy.rank + 1.0))
+    return float(first), strategy.bytes_sent() - before
+
+
+def test_a_window_leaves_a_variable_of_the_first_replica_to_each_worker():
+    assert workers(2).run(write_in_a_window) == [(1.0, 0), (2.0, 0)]
+
+
 def end_early(folder):
     """What each way of reading weights in the middle of a window finds."""
     import keras

@@ -108,12 +108,8 @@ def _listed(lines: dict[str, str]) -> str:
 
 
 def users_line(op: Any) -> str | None:
-    """Returns the user's line in the step that made an operation, such as "train.py:12"; None if there is none.
-
-    Lines of code without a file are left out.
-    """
-    frames = [frame for frame in _frames_in_step(op) if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if _library(frame) is None]
+    """Returns the user's line in the step that made an operation, such as "train.py:12"; None if there is none."""
+    own = [frame for frame in _frames_in_step(op) if _library(frame) is None]
     return _place(own[-1]) if own else None
 
 

@@ -291,6 +291,7 @@ class Recorder:
 
     def lines(self, name: str, lines: str) -> None:
         """Records the lines of the program, such as "train.py:12", that need the collectives of this name."""
+        name = name.encode()[: _CALL["name"].itemsize - 1].decode(errors="ignore")  # as the core cuts it
         self._put(type="lines", name=name, lines=lines)
 
     @contextlib.contextmanager
