@@ -744,7 +744,7 @@ def _initialize_xla() -> None:
     tf.function(tf.identity, jit_compile=True)(0)
 
 
-def call_unwrapped(function: Any, args: Any, kwargs: Any) -> Any:
+def call_unwrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the Python function of a `tf.function`, with AutoGraph if it uses that, in the graph being built."""
     python_function = function.python_function
     status = _ag_ctx.Status.DISABLED
@@ -908,6 +908,16 @@ def is_function_graph(graph: Any) -> bool:
 def is_branch_or_body(graph: Any) -> bool:
     """Returns True for the graph of a branch of `tf.cond` or of the body of `tf.while_loop`, but not of a gradient."""
     return type(graph) in (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)
+
+
+def outermost_branch() -> tuple[Any, Any] | None:
+    """Returns the graph around the outermost branch of `tf.cond` that is being built, and this branch, or None."""
+    found, graph = None, framework_ops.get_default_graph()
+    while is_branch_or_body(graph):
+        if type(graph) is _control_flow.CondBranchFuncGraph:
+            found = graph.outer_graph, graph
+        graph = graph.outer_graph
+    return found
 
 
 def capture_outer_tensor(tensor: tf.Tensor) -> Any:

@@ -11,6 +11,7 @@ from tfring import step
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring
+from tfring.step import branches
 
 
 def gather_for_loss(tensors: Any) -> Any:
@@ -82,7 +83,8 @@ def _gather(ring: Ring, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def all_counts(counts: Any) -> tf.Tensor:
-        return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
+        with branches.checked(ring, running):
+            return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
 
     def all_rows(values: Any) -> tf.Tensor:
         return control_ops.gather_over_workers(tf.concat(values_of(values), 0), 0, name="gather_for_loss")

@@ -308,6 +308,99 @@ def test_python_control_flow_in_a_step(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(python_control_flow) == [True] * n
 
 
+def exchanges_in_branches():
+    """Replicas that take different branches, or one branch in different steps, get an error before they exchange."""
+    import keras
+    import tensorflow as tf
+
+    import tfring
+
+    ring = ring_strategy()
+    with ring.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        optimizer = keras.optimizers.SGD(0.5)
+        optimizer.build(model.trainable_variables)
+    one = [tf.ones([1, 1])]
+
+    def apply(scale=1.0):
+        optimizer.apply([scale * gradient for gradient in one], model.trainable_variables)
+
+    def skipped(step, skip):
+        if step != skip:
+            apply()
+
+    def either(step, skip):
+        if step == skip:
+            apply(2.0)
+        else:
+            apply()
+
+    def in_a_loop(step, skip):
+        if step != skip:
+            for _ in tf.range(2):
+                apply()
+
+    def summed(step, skip):
+        if step != skip:
+            [total] = ring.all_reduce_gradients(one)
+            tf.debugging.assert_equal(total, [[float(ring.world_size)]])
+
+    def gathered(step, skip):
+        if step != skip:
+            tf.debugging.assert_equal(tf.shape(tfring.gather_for_loss(one[0]))[0], ring.world_size)
+
+    def around(step, skip):
+        if step != skip:
+            ring.run(apply)
+
+    def loop(function):
+        def steps(skip):
+            for step in tf.range(4):
+                ring.run(function, (step, skip))
+
+        return tf.function(steps)
+
+    def each(function):
+        def steps(skip):
+            for step in range(4):
+                ring.run(function, (tf.constant(step), skip))
+
+        return steps
+
+    functions = [skipped, either, in_a_loop, summed, gathered]
+    ways = {function.__name__: each(tf.function(function)) for function in functions}
+    ways |= {f"{function.__name__} in a tf.function": loop(function) for function in functions}
+    ways |= {f"{function.__name__} eagerly": each(function) for function in (either, skipped)}
+
+    @tf.function
+    def around_run(skip):
+        for step in tf.range(4):
+            around(step, skip)
+
+    ways = {"around run": around_run, **ways}
+    for name, way in ways.items():
+        weights = model.get_weights()[0]
+        way(tf.constant(1))
+        updates = {"either": 5, "skipped": 3, "in_a_loop": 6, "around": 3}.get(name.split()[0], 0)
+        moved = model.get_weights()[0] - weights
+        np.testing.assert_allclose(moved, -0.5 * ring.world_size * updates, rtol=1e-5, err_msg=name)
+        if name == "either eagerly":  # nothing tells an update of Python's `else` from that of its `if`
+            continue
+        # TensorFlow's collectives of two iterations of a loop never meet, and a failed step ends them.
+        if ring.ring.communication == "tensorflow" and name != "skipped eagerly":
+            continue
+        with pytest.raises(tf.errors.InvalidArgumentError, match="different branches") as raised:
+            way(tf.constant(ring.rank))
+        assert "all_reduce('sum'" in raised.value.message.replace("\\", ""), name
+        ring.assert_equal(model.variables)
+    return True
+
+
+@pytest.mark.parametrize(("n", "communication"), [(3, "ring"), (2, "ring"), (2, "tensorflow")])
+def test_exchanges_in_branches(n, communication):
+    assert workers(n, communication).run(exchanges_in_branches) == [True] * n
+
+
 def own_and_first_values():
     """A variable that nothing aggregates starts alike on each replica; one of the first replica is equal on all."""
     import tensorflow as tf

@@ -32,7 +32,7 @@ def install() -> None:
         # While Keras holds values beside the variables, a separate graph would keep the values of one moment.
         if not (in_step or in_stateless_scope()) or not _is_of_user(self):
             return original(self, *args, **kwargs)
-        return _tf.call_unwrapped(self, _cast_to_signature(self, args), kwargs)
+        return _tf.call_unwrapped(self, *_cast_to_signature(self, args), **kwargs)
 
 
 def _is_of_user(function: Any) -> bool:

@@ -29,6 +29,7 @@ from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring, connect
 from tfring.setting import setting
+from tfring.step import branches
 from tfring.strategy.replica_context import RingReplicaContext
 
 _NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -225,8 +226,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def on_worker(active: Any, *gradients: Any) -> list[Any]:
             active = None if active is None else values_of(active)
-            summed = [self.ring.gradient_ops.sum_on_worker(g, active) for g in gradients]
-            return self.ring.gradient_ops.sum_over_workers(summed, name="gradients")
+            with branches.checked(self.ring, running):
+                summed = [self.ring.gradient_ops.sum_on_worker(g, active) for g in gradients]
+                return self.ring.gradient_ops.sum_over_workers(summed, name="gradients")
 
         present = [i for i, g in enumerate(flat) if g is not None]
         with partition.own():
@@ -354,10 +356,13 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             # One tf.function around all replicas, as in TensorFlow: in separate tf.functions they could not merge.
             around_all = self._cfer_fn_cache.get(fn)
             if around_all is None:
+                call = functools.partial(_tf.call_unwrapped, fn)
                 around_all = self._cfer_fn_cache[fn] = fn._clone(
-                    python_function=lambda *a, **k: self._call_for_each_replica(fn.python_function, a, k)
+                    python_function=lambda *a, **k: self._call_for_each_replica(call, a, k)
                 )
             return around_all(*args, **kwargs)
+
+        branches.begin_run(self.ring)
 
         def with_step(*args: Any, **kwargs: Any) -> Any:
             # A custom loop chooses the divisor of its loss itself, but a replica without rows adds nothing.

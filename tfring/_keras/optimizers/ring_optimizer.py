@@ -45,7 +45,7 @@ from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring
-from tfring.step import clipping, finite
+from tfring.step import branches, clipping, finite
 
 
 @dataclasses.dataclass
@@ -127,7 +127,8 @@ class RingOptimizer(OptimizerSlots):
             self._note_finite(grads, every, active)
             summed, worker_active = self._sum_on_worker(grads, is_complete, active)
             is_weighed = running.share is not None
-            with self._updating(Update(worker_active, is_weighed, is_reduced=updater is not None)):
+            update = Update(worker_active, is_weighed, is_reduced=updater is not None)
+            with branches.checked(ring, running), self._updating(update):
                 if updater is None:
                     apply(summed, variables)
                 else:
