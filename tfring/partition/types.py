@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfring.partition.dims import ROWS, Dim, Size, symbols
+from tfring.partition.dims import ROWS, Dim, Size, is_of_rows, symbols
 
 
 class Replicate(NamedTuple):
@@ -209,6 +209,20 @@ def own_rows(value: Value, rows: set[str]) -> str | None:
     if not isinstance(value.placement, Shard) or value.shape is None:
         return None
     return row_symbol(value.shape[value.placement.axis], rows)
+
+
+def has_rows_of(items: Value, other: Value) -> bool:
+    """Returns True if the items of two lists have the same rows, if these are known, and no other known sizes."""
+    if items.shape is None or other.shape is None:
+        return True
+    if is_sharded(items) != is_sharded(other) or len(items.shape) != len(other.shape):
+        return False
+    pairs = zip(items.shape[1:], other.shape[1:], strict=True)
+    return all(a == b or not (_is_known(a) and _is_known(b)) for a, b in pairs)
+
+
+def _is_known(size: Size) -> bool:
+    return isinstance(size, int) or is_of_rows(size)
 
 
 def row_symbol(size: Size, rows: set[str]) -> str | None:

@@ -18,6 +18,7 @@ from tfring.partition.types import (
     Placement,
     Unplaced,
     Value,
+    has_rows_of,
     is_drawn,
     is_partial,
     is_replicated,
@@ -163,6 +164,8 @@ def _fits(walk: Walk, zero: Value, other: Value) -> bool:
     if is_sharded(other) and not other.is_list and zero.shape is not None:
         is_alike = zero.is_uniform or zero.placement == other.placement
         return is_sharded(zero) and is_alike and own_rows(zero, walk.rows) == own_rows(other, walk.rows)
+    if other.is_list and not has_rows_of(zero, other):
+        return False
     return is_replicated(zero) or zero.placement == other.placement
 
 

@@ -13,6 +13,7 @@ from tfring.partition.rules.table import (
     kept,
     refuse_extremes,
     refuse_if,
+    refuse_kept_rows,
     rule,
     scale_of_product,
     shape_of,
@@ -136,6 +137,7 @@ _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Conv")
 def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a convolution, bilinear in rows and a kernel."""
     rows, kernel = ins
+    refuse_kept_rows(walk, rows)
     refuse_if(is_sharded(kernel))
     refuse_extremes(ins)
     scale = scale_of_product(walk, ins)
@@ -155,6 +157,7 @@ _OF_INPUTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNa
 def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a gradient, bilinear in a kernel and the gradients of rows, or a transposed convolution."""
     sizes, kernel, rows = ins
+    refuse_kept_rows(walk, rows)
     refuse_if(not is_sharded(rows) or is_sharded(kernel) or is_partial(kernel) or shard_of(rows).axis)
     assert rows.shape is not None
     known = dict(enumerate(sizes.const.tolist())) if sizes.const is not None else {0: rows.shape[0]}
@@ -166,6 +169,8 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
 def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a sum over rows, bilinear in rows and their gradients."""
     rows, _, gradients = ins
+    refuse_kept_rows(walk, rows)
+    beside(walk, [rows, gradients])
     refuse_if(not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis)
     scale = scale_of_product(walk, [rows, gradients])
     return [Value(walk.shape(op.outputs[0]), Partial(), scale, is_zero=rows.is_zero or gradients.is_zero)]

@@ -120,6 +120,7 @@ def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple)
     """Returns the entries of each row that the row's ids select."""
     if is_sharded(value) and is_sharded(ids):
         refuse_if(value.placement != ids.placement or shard_of(value).axis >= batch)
+        beside(walk, [value, ids])
         refuse_row_indices([ids])
         return kept(walk, value, shape, is_uniform=False, indexed_rows=value.indexed_rows)
     refuse_if(is_sharded(value) or is_sharded(ids))
@@ -168,6 +169,7 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     if value.placement != ids.placement and not value.is_uniform and not (is_replicated(value) and not value.shape):
         raise NoRule
+    beside(walk, [value, ids])
     size = None if count.const is None else count.const.item()
     known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
     if ids.indexed_rows is not None:
@@ -189,6 +191,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape)]
     refuse_if(not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform))
     refuse_if(shape is not None and any(row_symbol(size, walk.rows) for size in shape))
+    beside(walk, [ids, value])
     return [kept(walk, value, shape, Partial(), is_uniform=False)]
 
 
@@ -204,6 +207,7 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
         return [Value(value.shape, Replicate(), scale)]
     refuse_if(is_sharded(value) or not (value.is_zero or is_partial(value)) or ids.placement != Shard(0))
     refuse_if(updates.placement != Shard(0) and not updates.is_uniform)
+    beside(walk, [ids, updates])
     return [Value(value.shape, Partial(), scale)]
 
 
@@ -216,6 +220,7 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     weights = ins[2]
     has_none = weights.shape == (0,)
     refuse_if(not has_none and weights.placement != value.placement and not (is_sharded(value) and weights.is_uniform))
+    beside(walk, [value, weights])
     scale = UNSCALED if has_none else scale_of(walk, weights)
     if not is_sharded(value):
         return [Value(walk.shape(op.outputs[0]), scale=scale)]

@@ -9,7 +9,7 @@ from typing import Any
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
 from tfring.partition.rules.table import NoRule, Walk, refuse_if, replicated, rule, scale_of, shard_of
-from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, row_symbol
+from tfring.partition.types import Placement, Shard, Value, has_rows_of, is_replicated, is_sharded, row_symbol
 
 
 @rule("TensorListReserve", "EmptyTensorList")
@@ -50,6 +50,7 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [items]
     scale = scale_of(walk, item)
     refuse_if(not is_new and (items.placement, items.scale) != (placement, scale))
+    refuse_if(not items.is_empty and not has_rows_of(items, Value(shape, placement)))
     return [Value(shape, placement, scale, is_zero=item.is_zero and is_new, is_list=True)]
 
 

@@ -10,7 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.partition import constants
-from tfring.partition.rules.table import NoRule, Walk, refuse_extremes, refuse_if, replicated, rule, scale_of, unscaled
+from tfring.partition.rules.table import (
+    NoRule,
+    Walk,
+    beside,
+    refuse_extremes,
+    refuse_if,
+    replicated,
+    rule,
+    scale_of,
+    unscaled,
+)
 from tfring.partition.types import (
     PER_COUNT,
     UNSCALED,
@@ -69,6 +79,7 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     before = walk.contents.get(handle.handle, Value(None))
     refuse_extremes([before, value])
     refuse_if((before.placement, before.scale) != (value.placement, scale_of(walk, value)))
+    beside(walk, [before, value])
     is_zero = before.is_zero and value.is_zero
     walk.contents[handle.handle] = dataclasses.replace(before, is_zero=is_zero)
     return []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
 
-from tfring.partition.dims import Size
+from tfring.partition.dims import ROWS, Size
 from tfring.partition.types import (
     PER_MEAN,
     UNSCALED,
@@ -217,6 +217,11 @@ def beside(walk: Walk, values: Iterable[Value]) -> None:
         if is_sharded(value) and value.shape
     }
     refuse_if(len(found - {None}) > 1)
+
+
+def refuse_kept_rows(walk: Walk, value: Value) -> None:
+    """Raises NoRule for rows that a mask keeps: a replica may hold none, which some of TensorFlow's kernels refuse."""
+    refuse_if(is_sharded(value) and (own_rows(value, walk.rows) or ROWS) != ROWS)
 
 
 def refuse_row_indices(values: Iterable[Value]) -> None:
