@@ -114,7 +114,7 @@ def _convolved(p, y, ids):
     return tf.cast(tf.reduce_mean(tf.reduce_mean(wide**2, 1)) + tf.reduce_mean(back), p.dtype)
 
 
-def _listed(rows_of):
+def _listed(rows_of, is_joined=True):
     """Returns a loss of the items of a list, which are written one by one."""
 
     def loss(p, y, ids):
@@ -124,7 +124,7 @@ def _listed(rows_of):
             array = array.write(i, each)
         items = [array.read(i) for i in range(len(rows))]
         means = [tf.reduce_mean(each**2) + tf.reduce_sum((each[1:] - each[:-1]) ** 2) for each in items]
-        return tf.add_n(means) + tf.reduce_sum(array.concat() ** 3)
+        return tf.add_n(means) + (tf.reduce_sum(array.concat() ** 3) if is_joined else 0.0)
 
     return loss
 
@@ -219,7 +219,7 @@ PROGRAMS = {
     "in the places of others": (_gradient(_in_places_of_others), None),
     "convolution of kept rows": (CONVOLVED, None),
     "list of two masks": (_gradient(_listed(lambda p, ids: [tf.boolean_mask(p, ids == i) for i in (1, 3)])), None),
-    "list of all rows and of twice as many": (_gradient(_listed(lambda p, ids: [p, tf.tile(p, [2, 1])])), None),
+    "list of all rows and of twice as many": (_gradient(_listed(lambda p, ids: [p, tf.tile(p, [2, 1])], False)), None),
     "list of zeros and kept rows": (
         _gradient(_listed(lambda p, ids: [tf.zeros_like(p), tf.boolean_mask(p, ids == 1), p])), None
     ),

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from common import assert_equal, devices, train_both
 from harness import workers
 
 import tfring
@@ -1617,6 +1618,41 @@ def test_what_a_step_does_with_strings_of_rows_is_that_of_the_whole_batch():
     (size, [text]), (other, _) = workers(2).run(_by_strings)
     assert size == other == ROWS
     assert "It reaches what the step writes or prints" in text and "LookupTableInsertV2" in text
+
+
+def _by_texts():
+    """Returns results of models that vectorize texts, and what was logged of steps of the whole batch."""
+    ring = harness.strategy(**devices())
+    x, y = _data()
+    words = [np.argsort(row)[: 1 + int(3 * abs(row[0]))] for row in x]
+    texts = tf.constant([" ".join("abcdef"[j] * (1 + j) for j in row) for row in words])
+    found = {}
+    with _logged() as logged:
+        for name, options in {
+            "to the longest": {},
+            "of a length": {"output_sequence_length": 3, "split": "character"},
+            "of pairs": {"ngrams": 2, "standardize": None},
+        }.items():
+
+            def make(options=options):
+                vectorize = keras.layers.TextVectorization(**options)
+                vectorize.adapt(texts)
+                row = keras.Input((), dtype="string")
+                words = 0.1 + keras.layers.Embedding(40, 3)(vectorize(row))  # padding counts
+                outputs = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(words))
+                model = keras.Model(row, outputs)
+                model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+                return model
+
+            found[name] = train_both(ring, make, texts, y, batch_size=ROWS - 2, evaluate=(texts, y), predict=texts)
+    return found, _of_whole_batch(logged)
+
+
+@pytest.mark.parametrize(("n", "logical_cpus"), [(3, 1), (2, 2)])
+def test_layers_that_vectorize_texts_are_divided(n, logical_cpus):
+    results = workers(n, logical_cpus=logical_cpus).run(_by_texts)
+    assert_equal([found for found, _ in results])
+    assert not any(texts for _, texts in results), results
 
 
 def _draws(run_eagerly, batch_size):

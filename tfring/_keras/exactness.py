@@ -21,7 +21,8 @@ from tfring import _tf, partition
 from tfring import step as steps
 from tfring._keras import batch_shapes
 from tfring._keras.layers import all_layers
-from tfring.runtime import Ring
+from tfring.cross_device_ops import values_of
+from tfring.runtime import Ring, current_ring
 from tfring.step import graphs
 
 _log = logging.getLogger("tfring")
@@ -210,11 +211,12 @@ def is_own_statistic(variable: Any) -> bool:
 
 
 @contextlib.contextmanager
-def declared_layers(model: Any) -> Iterator[None]:
+def declared_layers(model: Any, way: steps.Way) -> Iterator[None]:
     """Declares what is known of layers while a step is traced.
 
     Batch normalization that is not synchronized is each replica's own, as in Keras. Keras' layers compute each row of
-    ragged and sparse tensors by itself; the operations that they use for it are not analyzed.
+    ragged and sparse tensors by itself, and TextVectorization each text; the operations that they use for it are not
+    analyzed.
     """
     patched: list[tuple[dict, str]] = []
 
@@ -228,6 +230,8 @@ def declared_layers(model: Any) -> Iterator[None]:
                 patch(layer, "_moments", _of_own_rows(layer._moments))
                 for variable in layer.non_trainable_variables:
                     variable._tfring_own_statistic = True
+            elif way is steps.Way.EDITED and _pads_text(layer):
+                patch(layer, "call", _declare_padded_text(layer))
             elif _computes_by_row(layer):
                 patch(layer, "call", _declare_call_by_row(layer.call, layer.name))
         yield
@@ -276,6 +280,45 @@ def _declare_call_by_row(call: Callable[..., Any], name: str) -> Callable[..., A
         return tf.nest.map_structure(functools.partial(_as_output, name=name), outputs)
 
     return declared
+
+
+def _pads_text(layer: Any) -> bool:
+    """Returns True for a TextVectorization that pads the numbers of words, with functions of Keras alone."""
+    if type(layer) is not keras.layers.TextVectorization or layer._output_mode != "int" or layer._ragged:
+        return False
+    return not any(map(callable, (layer._standardize, layer._split)))
+
+
+def _declare_padded_text(layer: Any) -> Callable[..., Any]:
+    """Returns the `call` of a TextVectorization, which pads each row to the longest of all replicas."""
+    call = layer.call
+
+    @functools.wraps(call)
+    def declared(inputs: Any) -> Any:
+        if not partition.is_noted() or not isinstance(inputs, tf.Tensor) or not _may_have_rows(inputs):
+            return call(inputs)
+        inputs = partition.expect(inputs, "rows", f"the inputs of {layer.name}")
+        with partition.own():
+            numbers = call(inputs)
+            if layer._output_sequence_length is None:
+                numbers = tf.pad(numbers, [[0, 0], [0, _longest(tf.shape(numbers)[1]) - tf.shape(numbers)[1]]])
+        return partition.declare(numbers, "rows")
+
+    return declared
+
+
+def _longest(length: tf.Tensor) -> tf.Tensor:
+    """Returns the largest of the lengths of all replicas that have rows."""
+    ring, running = current_ring(), steps.current()
+    assert ring is not None
+    control = ring.control
+
+    def of_all(lengths: Any) -> tf.Tensor:
+        [longest] = control.all_reduce([tf.reduce_max(tf.stack(values_of(lengths)))], "max", name="the longest text")
+        return longest
+
+    # Without rows, a replica computes on a padding row; that of `predict`, an empty text, is the shortest.
+    return ring.cross_replica(of_all, length if running is None else running.zero_if_empty(length))
 
 
 def _may_have_rows(tensor: tf.Tensor) -> bool:

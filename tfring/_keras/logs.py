@@ -84,7 +84,7 @@ class Logs:
             self._variables = [leaf if _is_variable(leaf) else None for leaf in tf.nest.flatten(outputs)]
             return tf.nest.map_structure(lambda value: _counted(_plain(value)), outputs)
 
-        with results.noted(), declared_layers(self._model):
+        with results.noted(), declared_layers(self._model, way):
             outputs, written = run(noting)
         self._note_variables(outputs, written)
         if way is Way.OWN:

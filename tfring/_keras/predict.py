@@ -258,7 +258,8 @@ class PredictFunction:
             with contextlib.nullcontext() if self.is_alone else partition.replica(number):
                 return self._on_replica(element, rows)
 
-        outputs = self._ring.strategy.run(on_replica, args=(numbers, inputs, rows))
+        with exactness.declared_layers(self._model, self._way):
+            outputs = self._ring.strategy.run(on_replica, args=(numbers, inputs, rows))
         if self._way is Way.EDITED:
             self._edit(values_of(rows), rows_of_all)
         return outputs
@@ -285,8 +286,7 @@ class PredictFunction:
             if has_static_rows(element):
                 element = relax_static_rows(element)
             element = partition.declare_batch(element)
-        with exactness.declared_layers(self._model):
-            outputs = between_collectives(self._model, "predict", self._ring)(element)
+        outputs = between_collectives(self._model, "predict", self._ring)(element)
         if is_edited:
             outputs = exactness.expect_outputs(outputs)
         if has_rows is None:
