@@ -50,8 +50,8 @@ def test_all_workers_start_again_until_they_succeed(launch, tmp_path):
     assert len({addresses for *_, addresses in tries}) == 3
     said = [line for line in done.stderr.splitlines() if line.startswith("tfring launch: ")]
     assert len(said) == 3 and "no ring was formed" in said.pop()
-    sequel = "Restart {} of 5: all workers start again, and training continues from its last tfring.callbacks.Backup, "
-    sequel += "or from the start without one."
+    sequel = "Restart {} of 5: all workers start again, and training continues from its last backup, or from the "
+    sequel += "start without one."
     assert said[0].startswith("tfring launch: rank 1 failed first: killed by SIGKILL")
     assert said[1].startswith("tfring launch: rank 0 failed first: exit code 1.")
     assert [sequel.format(n) in line for n, line in enumerate(said, 1)] == [True, True]

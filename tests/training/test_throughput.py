@@ -175,7 +175,8 @@ def test_layers_that_compute_what_one_process_does_not_are_named_once():
     assert others == [] and lines == [
         "tfring: BatchNormalization 'normalize' normalizes each worker's own rows, and RandomFlip 'flip' (and 1 more) "
         "draws different random numbers than in one process. To get the result of one process, use "
-        'tfring.SyncBatchNormalization and RingStrategy(random="global").'
+        "tfring.SyncBatchNormalization (or tfring.layers.to_sync_batch_normalization(model)) and "
+        'RingStrategy(random="global").'
     ]
     assert workers(2).run(lines_of_layers, "tfring", {"random": "global"}) == [[], []]
 

@@ -76,7 +76,10 @@ def describe_layer_differences(ring: Ring, model: Any) -> str:
     draw = [layer for layer in layers if ring.random == "replica" and _draws(layer)]
     said, cures = [], []
     for found, does, cure in (
-        (normalize, "normalizes each worker's own rows", "tfring.SyncBatchNormalization"),
+        (
+            *(normalize, "normalizes each worker's own rows"),
+            "tfring.SyncBatchNormalization (or tfring.layers.to_sync_batch_normalization(model))",
+        ),
         (draw, "draws different random numbers than in one process", 'RingStrategy(random="global")'),
     ):
         if found:
@@ -211,7 +214,7 @@ def is_own_statistic(variable: Any) -> bool:
 
 
 @contextlib.contextmanager
-def declared_layers(model: Any, way: steps.Way) -> Iterator[None]:
+def declared_layers(model: Any, way: steps.Way | None) -> Iterator[None]:
     """Declares what is known of layers while a step is traced.
 
     Batch normalization that is not synchronized is each replica's own, as in Keras. Keras' layers compute each row of

@@ -102,7 +102,7 @@ class Restarts:
         self._should_restart = True
         return (
             f" Restart {self._restart + 1} of {self._limits.max_restarts}: all workers start again{without}, and "
-            "training continues from its last tfring.callbacks.Backup, or from the start without one."
+            "training continues from its last backup, or from the start without one."
         )
 
     def _leave_out(self, lost: Sequence[str]) -> str:

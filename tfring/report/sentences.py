@@ -17,6 +17,11 @@ _OF_ONE_RANK = {
     "compute": "It computes longer: look for a slower machine, other programs on its cores, or more rows.",
     "": "Look for other programs on its cores.",
 }
+_WHOLE = "the whole batch"  # the name of an exchange of its rows
+_OF_WHOLE_STEPS = (
+    "Some steps are computed from the whole batch on each rank, because their rows cannot be divided. More workers do "
+    "not make them faster; rank 0 has logged which line is the cause (docs/exactness.md, Steps of the whole batch)."
+)
 _LARGER = "use a larger batch, or "
 _OF_ALL = {
     "input": "Most of the rest is input: prefetch, cache, or let more threads prepare the batches (docs/data.md).",
@@ -48,13 +53,17 @@ def of(found: dict[str, Any]) -> list[str]:
         f"{100 * waiting:.0f} % is waiting for other ranks, the rest transfers (means of all ranks)."
     )
     exchanges = _of_exchanges(found["collectives"])
+    has_whole_steps = any(each["name"].startswith(_WHOLE) for each in found["collectives"])
+    if has_whole_steps:
+        told.append(_OF_WHOLE_STEPS)
+    grows_with_batch = bool(exchanges) or has_whole_steps
     slow = summary.slow_rank(ranks)
     if slow is not None:
         others = "the others wait for it" if slow.is_waited_for else "no rank waits for it"
         told.append(f"Rank {slow.rank} is slow, by {slow.milliseconds:.3g} ms a step, and {others}.")
         told.append(_OF_ONE_RANK[slow.cause])
     elif waiting >= _MUCH:
-        fewer = "or start fewer on a host" if exchanges else "start fewer on a host, or use a larger batch"
+        fewer = "or start fewer on a host" if grows_with_batch else "start fewer on a host, or use a larger batch"
         told.append(
             "No rank is slower than the others; they wait for each other in turns. Give each its own cores "
             f"(`tfring launch --bind cores`), {fewer}."
@@ -66,12 +75,12 @@ def of(found: dict[str, Any]) -> list[str]:
             "updates."
         )
     elif share >= _MUCH:
-        less = "" if exchanges else ', use a larger batch, or send less (`compression="bfloat16"`)'
+        less = "" if grows_with_batch else ', use a larger batch, or send less (`compression="bfloat16"`)'
         told.append(f"No rank is slower than the others. Measure the network (`tfring bench`){less}.")
         told += exchanges
     else:
         rest = _OF_ALL[_largest(ranks)]
-        told += ["No rank is slower than the others.", rest.replace(_LARGER, "") if exchanges else rest]
+        told += ["No rank is slower than the others.", rest.replace(_LARGER, "") if grows_with_batch else rest]
     return told
 
 
