@@ -1,5 +1,7 @@
 """Imports TensorFlow and Keras without garbage collections, as they make no garbage; calls functions after an import.
 
+Ctrl-C during these imports, or while Python starts, ends a worker without a traceback: no line of it is the program's.
+
 This module imports nothing of tfring, because `tfring launch` runs it in each worker before the program
 (`launch/hook`).
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,10 +66,28 @@ class _Finder:
     def _execute(self, loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
         with contextlib.suppress(AttributeError):  # for a loader that was executed before
             del loader.exec_module
-        with pause_garbage_collection() if module.__name__ in self.large else contextlib.nullcontext():
+        with contextlib.ExitStack() as contexts:
+            if module.__name__ in self.large:
+                contexts.enter_context(pause_garbage_collection())
+                contexts.enter_context(end_by_interrupt())
             exec_module(module)
         for function in self.waiting.pop(module.__name__, []):
             function(module)
+
+
+@contextlib.contextmanager
+def end_by_interrupt() -> Iterator[None]:
+    """Makes Ctrl-C end the process inside the context, without a KeyboardInterrupt. A handler of the program stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

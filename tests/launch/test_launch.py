@@ -474,6 +474,16 @@ def test_all_workers_order_sets_alike(launch, monkeypatch):
     assert launch(1, script).stdout.endswith(" 7\n")
 
 
+def test_an_interrupt_while_keras_is_imported_prints_one_line(start, tmp_path):
+    (tmp_path / "keras.py").write_text("import time, __main__\n__main__.note(f'k{__main__.rank}')\ntime.sleep(60)\n")
+    job = start(2, "import keras")
+    pids(tmp_path, "k0", "k1")
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=SOON)
+    assert job.returncode == 128 + signal.SIGINT
+    assert errors.splitlines() == ["tfring launch: stopped by SIGINT, with all workers."]
+
+
 BULK = """\
     note(f'w{rank}')
     signal.signal(signal.SIGINT, lambda *_: os._exit(1))

@@ -172,6 +172,7 @@ def fit_with_one_other_value(rows):
 def test_one_other_value_is_seen(rows):
     for message in workers(2).run(fit_with_one_other_value, rows):
         assert message.startswith("model.fit: `x` is not the same on every rank"), message
+        assert "on rank 0, the same beginning, but other values after it, on rank 1." in message, message
 
 
 def fit_short_and_long():

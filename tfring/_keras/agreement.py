@@ -136,9 +136,12 @@ def check_equal(
     if name == calls.CALL:
         raise calls.disagreement(of(0, name)[0], other, of(other, name)[0])
     rule, advice = _PROGRAM if of(0, name)[2:] or of(other, name)[2:] else _DATA
+    first, second = of(0, name)[0], of(other, name)[0]
+    if first == second:
+        second = "the same beginning, but other values after it,"
     raise MismatchError(
-        f"{caller}: `{name}` is not the same on every rank: {of(0, name)[0]} on rank 0, {of(other, name)[0]} on rank "
-        f"{other}. {rule} {advice}"
+        f"{caller}: `{name}` is not the same on every rank: {first} on rank 0, {second} on rank {other}. "
+        f"{rule} {advice}"
     )
 
 

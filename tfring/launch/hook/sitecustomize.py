@@ -21,6 +21,11 @@ _HERE = pathlib.Path(__file__).parent
 def _run() -> None:
     _leave_path()
     imports = _load("_tfring_imports", _HERE.parents[1] / "imports.py")
+    with imports.end_by_interrupt():
+        _prepare(imports)
+
+
+def _prepare(imports: Any) -> None:
     imports.quicken()
     if os.environ.get("TFRING_SEED"):
         seeding = _load("_tfring_seeding", _HERE.parents[1] / "seeding.py")
