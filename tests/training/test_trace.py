@@ -273,7 +273,7 @@ def test_an_exchange_of_a_step_names_its_line_and_larger_batches_are_not_advised
     assert "use a larger batch" in " ".join(
         sentences.of({**of_ranks({"waiting": 40}, {"waiting": 40}), "collectives": gradients})
     )
-    whole = [*gradients, {**gradients[0], "name": "the whole batch", "ring": "control"}]
+    whole = [*gradients, {**document["collectives"][0], "name": "the whole batch"}]
     told = " ".join(sentences.of({**of_ranks({"waiting": 40}, {"waiting": 40}), "collectives": whole}))
     assert "Some steps are computed from the whole batch on each rank" in told and "larger batch" not in told
 
