@@ -474,10 +474,14 @@ def test_all_workers_order_sets_alike(launch, monkeypatch):
     assert launch(1, script).stdout.endswith(" 7\n")
 
 
-def test_an_interrupt_while_keras_is_imported_prints_one_line(start, tmp_path):
-    (tmp_path / "keras.py").write_text("import time, __main__\n__main__.note(f'k{__main__.rank}')\ntime.sleep(60)\n")
+@pytest.mark.parametrize("name", ["keras", "sitecustomize"])  # as the program begins, and as Python starts
+def test_an_interrupt_during_imports_prints_one_line(start, tmp_path, monkeypatch, name):
+    lines = ["import os, pathlib, time", f"here = pathlib.Path({str(tmp_path)!r})", "if 'TFRING_RANK' in os.environ:"]
+    lines += ["    (here / ('k' + os.environ['TFRING_RANK'])).touch()", "    time.sleep(60)", ""]
+    (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     job = start(2, "import keras")
-    pids(tmp_path, "k0", "k1")
+    eventually(lambda: all((tmp_path / f"k{rank}").exists() for rank in range(2)), TIMEOUT)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=SOON)
     assert job.returncode == 128 + signal.SIGINT

@@ -110,7 +110,7 @@ def _convolved(p, y, ids):
     kept = tf.boolean_mask(tf.cast((p - y) * _V[:8], tf.float32), ids == 0)
     weights = tf.cast(W, tf.float32)
     wide = tf.nn.conv1d(kept[..., None], tf.reshape(weights[:3], [3, 1, 1]), 2, "SAME") + weights[3]
-    back = tf.nn.conv1d_transpose(wide, tf.ones([3, 1, 1]), tf.stack([tf.shape(kept)[0], 8, 1]), 2, "SAME")
+    back = tf.nn.conv1d_transpose(kept[..., None], tf.ones([3, 1, 1]), [tf.shape(kept)[0], 16, 1], 2, "SAME")
     return tf.cast(tf.reduce_mean(tf.reduce_mean(wide**2, 1)) + tf.reduce_mean(back), p.dtype)
 
 
@@ -127,6 +127,18 @@ def _listed(rows_of, is_joined=True):
         return tf.add_n(means) + (tf.reduce_sum(array.concat() ** 3) if is_joined else 0.0)
 
     return loss
+
+
+def _listed_or_zeros(p, y, ids):
+    """Reads an item from a list of zeros of all rows, or from one of kept rows, as a condition decides."""
+
+    def item(rows):
+        return tf.TensorArray(p.dtype, 1, infer_shape=False, element_shape=[None, 1]).write(0, rows).flow
+
+    kept = tf.boolean_mask(p - y, ids == 1)
+    flow = tf.cond(tf.reduce_sum(y) > 9.0, lambda: item(tf.zeros_like(p)), lambda: item(kept))
+    array = tf.TensorArray(p.dtype, flow=flow, infer_shape=False)
+    return tf.reduce_mean(array.read(0) ** 2) + tf.reduce_sum(p**2)
 
 
 def _selection_or_nothing(p, y, ids):
@@ -219,10 +231,11 @@ PROGRAMS = {
     "in the places of others": (_gradient(_in_places_of_others), None),
     "convolution of kept rows": (CONVOLVED, None),
     "list of two masks": (_gradient(_listed(lambda p, ids: [tf.boolean_mask(p, ids == i) for i in (1, 3)])), None),
-    "list of all rows and of twice as many": (_gradient(_listed(lambda p, ids: [p, tf.tile(p, [2, 1])], False)), None),
+    "list of all rows and of twice as many": (_gradient(_listed(lambda p, ids: [p, tf.repeat(p, 2, 0)], False)), None),
     "list of zeros and kept rows": (
         _gradient(_listed(lambda p, ids: [tf.zeros_like(p), tf.boolean_mask(p, ids == 1), p])), None
     ),
+    "list of zeros, or of kept rows": (_gradient(_listed_or_zeros), None),
     "none are kept": (_gradient(_selection_or_nothing), None),
     "negatives": (_gradient(_negatives), None),
     "masked negatives": (_gradient(_masked_negatives), None),
@@ -340,8 +353,8 @@ OF_NUMBERS = {
 
 NAMES = {  # of what is exchanged, as `tfring report` shows them
     "convolution of kept rows": [
-        "step, exchange 1: numbers of rows", "step, exchange 2: rows for Conv2D", "step, exchange 3: sum for MatMul",
-        "step, exchange 4: sum for a result",
+        "step, exchange 1: numbers of rows", "step, exchange 2: rows for Conv2D, Conv2DBackpropInput",
+        "step, exchange 3: sum for MatMul", "step, exchange 4: sum for a result",
     ],
     "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows of batch x batch for a result"],
     "sorted": ["step, exchange 1: rows for TopKV2"],

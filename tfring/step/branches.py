@@ -46,8 +46,8 @@ class Count:
             number = tf.convert_to_tensor(number, tf.int64)
             return tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=number)
 
-    def read(self, after: Any = None) -> tf.Tensor:
-        with tf.device("CPU:0"), tf.control_dependencies([] if after is None else [after]):
+    def read(self, *after: Any) -> tf.Tensor:
+        with tf.device("CPU:0"), tf.control_dependencies(list(after)):
             return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
 
     def in_branch(self, around: tf.Graph, branch: tf.Graph) -> list[tf.Tensor]:
@@ -55,7 +55,7 @@ class Count:
         found = around.get_collection_ref(self._name)  # the count, and the branches
         if not found:
             with around.as_default():
-                found.append(self.read(after=self.add(1)))
+                found.append(self.read(self.add(1)))
         if not any(each is branch for each in found):
             found.append(branch)
         number = next(i for i, each in enumerate(found) if each is branch)
@@ -86,9 +86,9 @@ def checked(ring: Ring, running: Step | None) -> Iterator[None]:
     [largest] = ring.control.all_reduce([both], "max", name="whether all replicas take this branch")
     is_equal = tf.reduce_all(tf.equal(largest[: len(numbers)], -largest[len(numbers) :]))
     catch_up = _count(ring).add(largest[0] - numbers[0])  # a program that goes on after the error
-    with tf.control_dependencies([] if catch_up is None else [catch_up]):
+    with tf.control_dependencies([catch_up]):
         check = tf.debugging.Assert(is_equal, [_MESSAGE])
-    with tf.control_dependencies([] if check is None else [check]):
+    with tf.control_dependencies([check]):
         yield
 
 

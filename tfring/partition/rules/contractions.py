@@ -169,8 +169,6 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
 def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Computes a sum over rows, bilinear in rows and their gradients."""
     rows, _, gradients = ins
-    refuse_kept_rows(walk, rows)
-    beside(walk, [rows, gradients])
     refuse_if(not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis)
     scale = scale_of_product(walk, [rows, gradients])
     return [Value(walk.shape(op.outputs[0]), Partial(), scale, is_zero=rows.is_zero or gradients.is_zero)]

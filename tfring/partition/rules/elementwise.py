@@ -36,7 +36,6 @@ from tfring.partition.types import (
     Scale,
     Shard,
     Value,
-    has_rows_of,
     is_partial,
     is_sharded,
     kept_rows,
@@ -346,7 +345,6 @@ def _of_lists(walk: Walk, ins: Sequence[Value]) -> Value:
     filled = [dataclasses.replace(value, const=None, scale=scale_of(walk, value)) for value in filled]
     first = filled[0]
     refuse_if(any((value.placement, value.scale) != (first.placement, first.scale) for value in filled))
-    refuse_if(not all(value.is_empty or has_rows_of(first, value) for value in ins))
     lengths = [value.shape[0] for value in ins if value.shape]
     if first.shape and isinstance(first.shape[0], Dim):  # all have the same length
         length = next((size for size in lengths if not _is_new(size)), first.shape[0])
